@@ -1,0 +1,283 @@
+"""The configuration: frozen dataclasses, one default per setting, no torch.
+
+Every field has a docstring; it is the text of ``luspo train --help``. YAML files are saved flags (cli.py): the key
+``optimizer: {lr: 1e-6}`` is the flag ``--optimizer.lr 1e-6``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Objective = Literal["luspo", "gspo", "grpo", "drgrpo", "dapo", "cispo"]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = "runs/luspo"
+    """The run folder: logs, metrics, checkpoints, report. Nothing is written outside it."""
+    seed: int = 0
+    """Seed of data order, sampling and initialisation."""
+    steps: int = 100
+    """Rollout steps to train for (one step = one rollout and all its mini-batch updates)."""
+    resume: bool = True
+    """Continue from the newest checkpoint in the run folder; without one, start anew."""
+    tensorboard: bool = True
+    """Write TensorBoard event files to <run.dir>/tensorboard."""
+    sample_table_every: int = 10
+    """Print and record a few samples every so many steps; 0 turns it off."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    hf: str = ""
+    """Folder of the Hugging Face model to start from (config.json, safetensors, tokenizer)."""
+    tokenizer: str = ""
+    """Folder of the tokenizer; empty: the model's folder."""
+    ref_hf: str = ""
+    """Folder of the reference policy for the KL term; empty: the starting weights. Used only when algorithm.kl_coef > 0."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Parameter dtype of the actor and of the engine."""
+    transformer_engine: Literal["auto", "on", "off"] = "auto"
+    """Layer spec on CUDA: Transformer Engine where importable (auto), required (on), or megatron's local spec (off)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation."""
+    router_aux_loss_coef: float = 0.0
+    """MoE load-balancing loss; 0 turns it off. Where on, it depends on the micro-batch split."""
+    trainable: Literal["all", "no_router"] = "all"
+    """Which parameters train; no_router freezes the MoE routers."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    world_size: int = 1
+    """Trainer processes. A local run starts them; under torchrun or srun it must equal WORLD_SIZE."""
+    tp: int = 1
+    """Tensor parallel size."""
+    pp: int = 1
+    """Pipeline parallel size (1F1B)."""
+    ep: int = 1
+    """Expert parallel size (alltoall)."""
+    etp: int = 0
+    """Expert tensor parallel size; 0: 1 for MoE models when ep > 1, else tp."""
+    cp: int = 1
+    """Context parallel size; only 1 is supported yet."""
+    sequence_parallel: bool = True
+    """Sequence parallelism; only acts when tp > 1. MoE training with tp > 1 requires it."""
+    distributed_optimizer: bool = True
+    """Shard the optimizer state over data-parallel ranks."""
+    timeout_minutes: float = 120.0
+    """Time-out of the control plane (how long ranks wait for a rollout)."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    prompts: str = ""
+    """Training prompts: a .jsonl or .parquet file, reasoning_gym:TASK, or module:attribute."""
+    eval_prompts: str = ""
+    """Held-out prompts, same forms; empty: no evaluation."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: a string or a chat list."""
+    answer_key: str = "answer"
+    """Column of the reference answer."""
+    chat_template: bool = False
+    """Render string prompts as one user turn through the tokenizer's chat template (chat lists always are)."""
+    task_args: str = "{}"
+    """JSON object passed to the reasoning-gym task, e.g. {"max_terms": 4}."""
+    size: int = 0
+    """Number of prompts to generate for reasoning_gym sources, or a cap for files; 0: 10000, or the whole file."""
+    eval_size: int = 0
+    """The same for eval_prompts."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are left out, with a count."""
+    shuffle: bool = True
+    """Shuffle the prompts anew each epoch (seeded)."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: str = "hf"
+    """Engine kind: hf (embedded Hugging Face server, tiny models), vllm, sglang, or module:attribute."""
+    num_engines: int = 1
+    """Engine servers that the run starts by itself."""
+    urls: tuple[str, ...] = ()
+    """External engine servers; when given, none is started."""
+    prompts_per_step: int = 128
+    """Prompts per rollout step."""
+    group_size: int = 8
+    """Samples per prompt."""
+    temperature: float = 1.0
+    """Sampling temperature; also applied to the actor's log-probs."""
+    top_p: float = 1.0
+    """Nucleus sampling. Log-probs stay full-softmax."""
+    max_response_tokens: int = 1024
+    """Longest response; a longer one is truncated (finish reason "length")."""
+    batch_size: int = 256
+    """Sequences per generate request of the embedded engine."""
+    threads: int = 1
+    """Torch threads of the embedded engine."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards are all equal and sample more prompts (at most max_extra_rounds times)."""
+    max_extra_rounds: int = 3
+    """Bound of dynamic sampling."""
+    max_retries: int = 3
+    """How often a failed request is tried again on another engine."""
+    request_timeout: float = 600.0
+    """Seconds for one generate request."""
+    start_timeout: float = 300.0
+    """Seconds for an engine to become healthy."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    terms: tuple[str, ...] = ("math:1.0",)
+    """Weighted sum of name:weight, names: math, reasoning_gym, format, overlong, or module:attribute."""
+    correct_term: str = ""
+    """Term whose value of at least correct_threshold counts as correct (pass@k); empty: the first term."""
+    correct_threshold: float = 1.0
+    """See correct_term. reasoning-gym gives wrong answers up to 0.05, so leave it at 1."""
+    binary: bool = False
+    """Turn the correct_term into 1 when correct and 0 otherwise before it is weighted."""
+    answer_pattern: str = ""
+    """Regular expression whose last match's first group is the answer given to reasoning_gym scorers; empty: whole text."""
+    overlong_buffer: int = 0
+    """L_buf of the overlong penalty (tokens)."""
+    overlong_factor: float = 0.3
+    """Factor of the overlong penalty."""
+    workers: int = 1
+    """Reward worker processes."""
+    timeout: float = 10.0
+    """Seconds per sample; a slower one gets 0 and a counted warning."""
+    memory_mb: int = 4096
+    """Address-space limit of a reward worker above its start, 0: none."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    objective: str = "luspo"
+    """luspo, gspo, grpo, drgrpo, dapo, cispo, or module:attribute."""
+    clip_low: float = 2e-3
+    """Lower clip distance (the ratio is clipped to 1 - clip_low). Token-level objectives usually take 0.2."""
+    clip_high: float = 2.5e-3
+    """Upper clip distance."""
+    kl_coef: float = 0.0
+    """Weight of the k3 KL term to the reference policy."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    advantage_std: bool = True
+    """Divide the advantages of a group by their standard deviation."""
+    advantage_ddof: int = 1
+    """Delta degrees of freedom of that standard deviation."""
+    advantage_eps: float = 1e-6
+    """Added to that standard deviation."""
+    prompts_per_mini_batch: int = 16
+    """Prompts per optimizer step; prompts_per_step / prompts_per_mini_batch updates per rollout make the clip act."""
+    epochs: int = 1
+    """Passes over each rollout."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    """Learning rate, constant after the warm-up."""
+    warmup_steps: int = 20
+    """Optimizer steps of linear warm-up."""
+    decay: Literal["constant", "linear"] = "constant"
+    """Schedule after the warm-up; linear falls to 0 at the last step."""
+    beta1: float = 0.9
+    """Adam beta 1."""
+    beta2: float = 0.98
+    """Adam beta 2."""
+    eps: float = 1e-8
+    """Adam epsilon."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    clip_grad: float = 1.0
+    """Global gradient norm clip; 0: none."""
+    cpu_offload: bool = False
+    """Keep the optimizer state in host memory (CUDA only)."""
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    max_tokens_per_micro_batch: int = 16384
+    """Token budget of one packed micro-batch of one data-parallel rank."""
+    logprob_chunk_bytes: int = 64 * 2**20
+    """Memory budget of one logits chunk of the loss stage."""
+
+
+@dataclass(frozen=True)
+class WeightSyncConfig:
+    bucket_bytes: int = 512 * 2**20
+    """Upper bound of one weight bucket."""
+    verify: Literal["off", "sample", "full"] = "full"
+    """Compare per-tensor checksums at both ends: never, for a sample of the tensors, or for all."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 50
+    """Save every so many rollout steps (and at the end); 0: only at the end."""
+    keep: int = 2
+    """Checkpoints kept; older ones are deleted after a newer one is complete."""
+    export_at_end: bool = True
+    """Write the final policy as Hugging Face safetensors to <run.dir>/export."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 50
+    """Evaluate every so many steps; before the first and after the last step always. 0: only there."""
+    samples: int = 4
+    """Samples per held-out prompt (pass@1 and pass@k)."""
+    temperature: float = 1.0
+    """Sampling temperature of the evaluation."""
+    greedy: bool = True
+    """Also one greedy sample per prompt."""
+    interim_size: int = 200
+    """Held-out prompts of the evaluations between the first and the last; 0: all."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything `luspo train` can be told."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+
+@dataclass(frozen=True)
+class SftDataConfig:
+    path: str = ""
+    """Demonstrations: a .jsonl or .parquet file."""
+    prompt_key: str = "prompt"
+    """Column of the prompt (string or chat list)."""
+    response_key: str = "response"
+    """Column of the response; the eos token is appended."""
+    max_tokens: int = 2048
+    """Longer demonstrations are left out, with a count."""
+
+
+@dataclass(frozen=True)
+class SftConfig:
+    """Everything `luspo sft` can be told."""
+
+    run: RunConfig = field(default_factory=lambda: RunConfig(dir="runs/sft", steps=500))
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: SftDataConfig = field(default_factory=SftDataConfig)
+    batch_size: int = 96
+    """Demonstrations per optimizer step."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5, decay="linear"))
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
