@@ -1,0 +1,1 @@
+"""Kernels of the loss stage; one signature, one backend a file."""

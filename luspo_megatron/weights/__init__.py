@@ -1,0 +1,1 @@
+"""Weights between layouts: the table of names, the plan, the transports."""
