@@ -19,7 +19,7 @@ from torch import Tensor
 from luspo_megatron.actor.groups import Ranks
 from luspo_megatron.actor.loss_stage import HeadRequest, Objective, head, schedule_loss
 from luspo_megatron.actor.model import build_model
-from luspo_megatron.actor.optimizer import build_optimizer, set_learning_rate, wrap_ddp
+from luspo_megatron.actor.optimizer import build_optimizer, set_rates, wrap_ddp
 from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from luspo_megatron.platform import platform
 from luspo_megatron.types import MicroBatch, MiniBatch
@@ -51,6 +51,7 @@ class Actor:
                  optimizer: OptimizerConfig, batch: BatchConfig, temperature: float = 1.0,
                  trainable: bool = True) -> None:
         self.arch, self.ranks, self.batch, self.temperature = arch, ranks, batch, temperature
+        self.settings = optimizer
         self.table = WeightTable(arch)
         self.device = platform().device
         self._aux_loss = bool(arch.is_moe and model.router_aux_loss_coef)
@@ -89,7 +90,7 @@ class Actor:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         outputs = self._run(mini_batch.micro_batches, objective)
-        set_learning_rate(self.optimizer, lr)
+        set_rates(self.optimizer, lr, self.settings.weight_decay)
         successful, gradient_norm, _ = self.optimizer.step()
         if not successful:
             raise RuntimeError("the optimizer found inf or NaN gradients")

@@ -43,6 +43,8 @@ def learning_rate(settings: OptimizerConfig, update: int, total_updates: int) ->
     return settings.lr * warm
 
 
-def set_learning_rate(optimizer: Any, lr: float) -> None:
+def set_rates(optimizer: Any, lr: float, weight_decay: float) -> None:
+    """Learning rate and weight decay of every parameter group, with the groups' multipliers (norms: no decay)."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_mult", 1.0)
+        group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

@@ -173,8 +173,9 @@ def _merge(statistics: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor, Te
     """Local [4, R] -> (lse, log-prob, entropy) [R] over the whole vocabulary: 16 bytes per token travel."""
     every = statistics[None]
     if options.tp > 1:
-        every = statistics.new_empty((options.tp, *statistics.shape))
-        dist.all_gather_into_tensor(every, statistics, group=options.group)
+        flat = statistics.new_empty((options.tp * 4, statistics.shape[1]))
+        dist.all_gather_into_tensor(flat, statistics, group=options.group)
+        every = flat.view(options.tp, 4, -1)
     peak, total, weighted, target = every.unbind(1)  # [tp, R]
     top = peak.amax(0)
     scale = (peak - top).exp()  # 0 for a rank that is wholly padding (peak -inf)

@@ -69,6 +69,8 @@ def parse_architecture(config: dict[str, Any], where: str = "config.json") -> Ar
         if config.get(key, allowed) not in (allowed, None):
             raise UserError(f"{where}: {key}={config[key]} is not supported; only {allowed}")
     moe = FAMILIES[name] == "qwen3_moe"
+    if moe and "num_experts" not in config:  # the name that transformers 5 writes
+        config = {**config, "num_experts": config.get("num_local_experts")}
     if moe and (config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")):
         raise UserError(f"{where}: decoder_sparse_step and mlp_only_layers are not supported; every layer must be MoE")
     heads = need("num_attention_heads")
