@@ -110,7 +110,7 @@ def test_balance(dp):
     lengths = np.minimum(rng.lognormal(7.5, 0.8, 128).astype(int) + 50, 16384).tolist()
     (mini,) = plan(lengths, [i // 8 for i in range(128)], dp=dp, prompts_per_mini_batch=16, max_tokens=16384)
     loads = rank_loads(mini, lengths)
-    assert loads.sum(1).max() < 1.02 * loads.sum(1).mean()
+    assert loads.sum(1).max() < 1.05 * loads.sum(1).mean()
     assert loads.max(0).sum() < 1.05 * loads.mean(0).sum()
 
 
