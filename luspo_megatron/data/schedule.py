@@ -93,11 +93,9 @@ def plan_batches(
         for chosen in np.array_split(groups, -(-len(groups) // prompts_per_mini_batch)):
             samples = sorted(i for group in chosen for i in members[int(group)])
             rows = _micro_batches(samples, lengths, dp, budget, microbatch_multiple)
-            # rows alternate direction so that no rank always has the larger end
-            columns = zip(*(row if j % 2 == 0 else row[::-1] for j, row in enumerate(rows)), strict=True)
             plans.append(
                 MiniBatchPlan(
-                    ranks=tuple(columns),
+                    ranks=_deal(rows, lengths, dp),
                     global_num_sequences=len(samples),
                     global_num_tokens=sum(int(response_lengths[i]) for i in samples),
                 )
@@ -129,6 +127,19 @@ def _micro_batches(
     order = [b for _, b in sorted(heap, key=lambda entry: (-entry[0], entry[1]))]
     packed = [tuple(sorted(bins[b])) for b in order]
     return [packed[j * dp : (j + 1) * dp] for j in range(rows)]
+
+
+def _deal(
+    rows: list[list[tuple[int, ...]]], lengths: Sequence[int], dp: int
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Rows of micro-batches to ranks: of each row, the largest goes to the rank with the fewest tokens so far."""
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(dp)]
+    totals = [0] * dp
+    for row in rows:
+        for rank, micro_batch in zip(sorted(range(dp), key=lambda r: (totals[r], r)), row, strict=True):
+            ranks[rank].append(micro_batch)
+            totals[rank] += sum(lengths[i] for i in micro_batch)
+    return tuple(tuple(rank) for rank in ranks)
 
 
 def build_mini_batches(
