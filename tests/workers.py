@@ -57,7 +57,7 @@ class WorkerPool:
         self._connections, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, store, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, store, theirs),)
             process.start()
             theirs.close()
             self._connections.append(ours)

@@ -9,7 +9,7 @@ import torch
 from luspo_megatron.config import ModelConfig
 from luspo_megatron.parallel import ParallelLayout
 from luspo_megatron.platform import platform
-from luspo_megatron.weights.architecture import Architecture
+from luspo_megatron.weights.architecture import Architecture, padded_vocab
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,7 +58,7 @@ def build_model(arch: Architecture, model: ModelConfig, layout: ParallelLayout, 
     config = transformer_config(arch, model, layout, sequence_parallel)
     gpt = GPTModel(
         config=config, transformer_layer_spec=here.layer_spec(config, model.transformer_engine),
-        vocab_size=arch.padded_vocab(layout.tp), max_sequence_length=arch.max_positions,
+        vocab_size=padded_vocab(arch.vocab_size, layout.tp), max_sequence_length=arch.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True, share_embeddings_and_output_weights=arch.tied, position_embedding_type="rope",
         rotary_base=arch.rope_theta)  # type: ignore[arg-type]

@@ -14,6 +14,11 @@ def wrap_ddp(gpt: Any, distributed_optimizer: bool) -> Any:
     """DDP with fp32 gradient buffers; sums are averaged over the data-parallel group (see actor/loss_stage.py)."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
+    for name, parameter in gpt.named_parameters():
+        if ".experts." in name:
+            # Experts always get an optimizer of their own, also where EP = 1 and ETP = TP would put them with the dense
+            # parameters: a checkpoint then has the same optimizers under every layout.
+            parameter.allreduce = False
     return DistributedDataParallel(
         gpt.config, DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False,

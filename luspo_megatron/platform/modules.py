@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import torch
@@ -96,6 +97,13 @@ class NamedSequentialMLP(SequentialMLP):
             setattr(self, layer, holder)
             for i, expert in enumerate(experts):
                 holder.register_parameter(f"weight{i}", getattr(expert, layer).weight)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """SequentialMLP's shards (keys on disk are those of TEGroupedMLP) under this module's own parameter names."""
+        shards = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        grouped = re.compile(re.escape(prefix) + r"local_experts\.(\d+)\.(linear_fc\d)\.weight")
+        return {f"{prefix}{match[2]}.weight{match[1]}": value
+                for name, value in shards.items() if (match := grouped.fullmatch(name))}
 
 
 def local_block_spec(config: TransformerConfig) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,15 @@ class Architecture:
     def is_moe(self) -> bool:
         return self.num_experts > 0
 
-    def padded_vocab(self, tp: int) -> int:
-        """Vocabulary rows of the sharded embedding: the next multiple of 128 * tp (Megatron's convention)."""
-        multiple = 128 * tp
-        return -(-self.vocab_size // multiple) * multiple
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Vocabulary rows of the sharded embedding and head.
+
+    The next multiple of 128 that tp divides. Megatron pads to 128 * tp; for every power of two the rows here are the
+    same, so that a checkpoint has one shape under every layout.
+    """
+    multiple = math.lcm(128, tp)
+    return -(-vocab_size // multiple) * multiple
 
 
 def read_architecture(folder: str | Path) -> Architecture:

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from luspo_megatron.weights.architecture import padded_vocab
+
 Shape = tuple[int, ...]
 
 
@@ -68,14 +70,9 @@ class Vocab:
     """Rows of the vocabulary, padded with zeros so that every rank has the same number."""
 
     vocab_size: int
-    multiple: int = 128
-
-    def padded(self, size: int) -> int:
-        step = self.multiple * size
-        return -(-self.vocab_size // step) * step
 
     def split(self, tensors: Sequence[Tensor], size: int, rank: int) -> Tensor:
-        part = self.padded(size) // size
+        part = padded_vocab(self.vocab_size, size) // size
         start, stop = rank * part, min((rank + 1) * part, self.vocab_size)
         own = tensors[0][min(start, self.vocab_size) : stop]
         return torch.cat([own, own.new_zeros((part - own.shape[0], *own.shape[1:]))])
@@ -84,7 +81,7 @@ class Vocab:
         return [torch.cat(list(shards))[: self.vocab_size]]
 
     def shard_shape(self, shapes: Sequence[Shape], size: int) -> Shape:
-        return (self.padded(size) // size, *shapes[0][1:])
+        return (padded_vocab(self.vocab_size, size) // size, *shapes[0][1:])
 
 
 @dataclass(frozen=True)

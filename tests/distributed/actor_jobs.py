@@ -133,3 +133,48 @@ def assemble(results: list[dict[str, Any]], key: str, table: Any) -> dict[str, n
         merged = entry.row.layout.merge([torch.from_numpy(own[i]) for i in range(sizes[entry.megatron])])
         out.update({name: tensor.numpy() for name, tensor in zip(entry.hf_names, merged, strict=True)})
     return out
+
+
+def steps_of(actor: Any, samples: Any, advantages: np.ndarray, first: int, count: int) -> list[float]:
+    """`count` LUSPO updates, one per prompt group from group `first` on; the loss of each (rank 0)."""
+    from luspo_megatron.actor.policy_loss import policy_loss
+
+    mini_batches = plan_of(actor, samples, prompts_per_mini_batch=1)[first : first + count]
+    losses = []
+    for mini_batch in mini_batches:
+        old = actor.logprobs(mini_batch.micro_batches) or []
+        # not the same policy: otherwise the loss would hide what the optimizer state changes
+        objective = policy_loss(AlgorithmConfig(clip_low=0.5, clip_high=0.5), mini_batch, advantages,
+                                old_logprobs=[logp - 0.01 for logp, _ in old], max_response_tokens=24)
+        losses.append(actor.train_step(mini_batch, objective, OPTIMIZER.lr).sums.get("loss", 0.0))
+    return losses
+
+
+def save_after(rank: int, case: Case, folder: Any, samples: Any, advantages: np.ndarray, out: Any, count: int,
+               total: int) -> Any:
+    """`count` steps, save, then the steps up to `total`: their losses and the parameters at the end."""
+    from luspo_megatron.actor import checkpoint
+
+    with actor_of(rank, case, folder) as actor:
+        steps_of(actor, samples, advantages, 0, count)
+        checkpoint.save(actor, out, count, {"weight_version": 7}, keep=2)
+        losses = steps_of(actor, samples, advantages, count, total - count)
+        return {"losses": losses, "parameters": shards(actor, lambda p: p)}
+
+
+def resume_from(rank: int, case: Case, folder: Any, samples: Any, advantages: np.ndarray, path: Any, first: int,
+                total: int) -> Any:
+    from luspo_megatron.actor import checkpoint
+
+    with actor_of(rank, case, folder) as actor:
+        state = checkpoint.load(actor, path)
+        losses = steps_of(actor, samples, advantages, first, total - first)
+        return {"losses": losses, "state": state, "parameters": shards(actor, lambda p: p)}
+
+
+def checkpoint_keys(rank: int, case: Case, folder: Any) -> list[str]:
+    from luspo_megatron.actor.checkpoint import sharded_state
+
+    with actor_of(rank, case, folder) as actor:
+        model, _ = sharded_state(actor, is_loading=False, with_optimizer=False)
+        return sorted({value.key for value in model.values()})
