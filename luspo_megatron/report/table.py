@@ -36,13 +36,13 @@ COLUMNS = (
     Column("entropy", "entropy", "nats", 7, 1),
     Column("gradient_norm", "grad", "norm", 8, 0),
     Column("seconds/rollout", "rollout", "s", 7, 5),
-    Column("seconds/reward", "reward", "s", 6, 7),
+    Column("seconds/reward", "score", "s", 6, 7),
     Column("seconds/old_logprobs", "old lp", "s", 6, 7),
     Column("seconds/train", "train", "s", 7, 5),
     Column("seconds/sync", "sync", "s", 6, 6),
     Column("seconds/eval", "eval", "s", 7, 8),
     Column("seconds/save", "save", "s", 6, 8),
-    Column("seconds/step", "step", "s", 7, 2),
+    Column("seconds/step", "total", "s", 7, 2),
     Column("tokens_per_second", "speed", "tok/s", 7, 3),
 )
 GAP = 1

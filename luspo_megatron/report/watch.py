@@ -26,8 +26,8 @@ class MetricWatch:
         if self._lasts("no_signal", metrics, "zero_variance_fraction", lambda value: value >= 1):
             reward = metrics.get("reward_mean")
             self._warn(f"the rewards of every group were all equal for {n} steps or more (mean reward {reward}): "
-                       "the policy gets no gradient. Check that the reward fits the data: reward.terms, reward.answer_pattern, the answer "
-                       "column; `luspo doctor` grades the data set's own answers")
+                       "the policy gets no gradient. Check that the reward fits the data: reward.terms, "
+                       "reward.answer_pattern, the answer column; `luspo doctor` grades the data set's own answers")
         if self._lasts("truncated", metrics, "truncated_fraction", lambda value: value > 0.9):
             self._warn(f"more than 90% of the responses were cut off for {n} steps or more: raise "
                        "rollout.max_response_tokens, or check that the model ends its answers with its eos token")
