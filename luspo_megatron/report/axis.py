@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MAX_DECADES = 6
+HUGE, TINY = 1e100, 1e-100  # beyond these, values are drawn at the border: sums and powers must not overflow
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -29,11 +32,11 @@ class Axis:
 
 def linear_axis(values: Sequence[float], start: float, end: float, *, from_zero: bool, count: int = 5) -> Axis:
     """Round ticks around all values; ``from_zero`` puts 0 on the axis."""
-    low, high = min(values), max(values)
+    low, high = (min(max(value, -HUGE), HUGE) for value in (min(values), max(values)))
     if from_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    if high - low <= 1e-12 * max(abs(low), abs(high)):  # constant: room on both sides, or above where 0 is wanted
-        pad = abs(high) * 0.5 or 1.0
+    if high - low <= max(1e-9 * max(abs(low), abs(high)), TINY):  # constant: room around it, or above where 0 is wanted
+        pad = abs(high) * 0.5 if abs(high) > TINY else 1.0
         low, high = (low if from_zero and low == 0 else low - pad), high + pad
     step = nice_step((high - low) / count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -42,11 +45,11 @@ def linear_axis(values: Sequence[float], start: float, end: float, *, from_zero:
 
 
 def log_axis(values: Sequence[float], start: float, end: float) -> Axis:
-    """Decades around all (positive) values, at most about six labels."""
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    """Decades around all (positive) values, at most the highest MAX_DECADES: lower values stick to the border."""
+    low, high = math.floor(math.log10(max(min(values), TINY))), math.ceil(math.log10(min(max(*values, TINY), HUGE)))
     high = max(high, low + 1)
-    stride = math.ceil((high - low) / 6)
-    return Axis(10.0**low, 10.0**high, start, end, [10.0**power for power in range(low, high + 1, stride)], log=True)
+    low = max(low, high - MAX_DECADES)
+    return Axis(10.0**low, 10.0**high, start, end, [10.0**power for power in range(low, high + 1)], log=True)
 
 
 def step_axis(first: float, last: float, start: float, end: float, count: int = 5) -> Axis:

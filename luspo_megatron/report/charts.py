@@ -11,7 +11,7 @@ from typing import Any
 from luspo_megatron.report.binning import bins, number, points
 from luspo_megatron.report.metrics import METRICS, PHASES, format_metric
 from luspo_megatron.report.summary import Z95
-from luspo_megatron.report.svg import Series, line_chart, stacked_bars, swatch
+from luspo_megatron.report.svg import Series, dash, line_chart, stacked_bars, swatch
 
 MAX_BINS = 200
 MAX_BARS = 80
@@ -85,8 +85,8 @@ def figure(chart: Chart, rows: Sequence[Row], steps: tuple[int, int]) -> str:
     note = chart.note
     if any(len(group.rows) > 1 for group in groups):
         note += f" Points are means of up to {len(groups[0].rows)} steps; the band spans lowest to highest."
-    return _figure(chart.title, "%" if unit == "fraction" else unit, [item.label for item in series], drawing, note,
-                   line=True)
+    legend = [(item.label, dash(index, len(groups))) for index, item in enumerate(series)]
+    return _figure(chart.title, "%" if unit == "fraction" else unit, legend, drawing, note)
 
 
 def timing_figure(rows: Sequence[Row], steps: tuple[int, int]) -> str:
@@ -104,7 +104,7 @@ def timing_figure(rows: Sequence[Row], steps: tuple[int, int]) -> str:
     note = "Evaluation and checkpoints are in the table of total times."
     if any(len(group.rows) > 1 for group in groups):
         note += f" Bars are means of up to {len(groups[0].rows)} steps."
-    return _figure("Seconds per step", "s", [item.label for item in series], drawing, note, line=False)
+    return _figure("Seconds per step", "s", [(item.label, None) for item in series], drawing, note)
 
 
 def with_other(row: Row) -> dict[str, Any]:
@@ -121,9 +121,10 @@ def phase_title(name: str) -> str:
     return _PHASE_TITLES.get(name, name)
 
 
-def _figure(title: str, unit: str, labels: Sequence[str], drawing: str, note: str, *, line: bool) -> str:
-    legend = "".join(f"<li>{swatch(index, line)}{escape(label)}</li>" for index, label in enumerate(labels))
+def _figure(title: str, unit: str, legend: Sequence[tuple[str, str | None]], drawing: str, note: str) -> str:
+    """``legend``: (label, dash pattern of its line or None for a box) of each series."""
+    items = "".join(f"<li>{swatch(index, line)}{escape(label)}</li>" for index, (label, line) in enumerate(legend))
     unit_text = f' <span class="unit">{escape(unit)}</span>' if unit else ""
     note_text = f'<p class="note">{escape(note.strip())}</p>' if note.strip() else ""
-    return (f'<figure><figcaption><h3>{escape(title)}{unit_text}</h3><ul class="legend">{legend}</ul></figcaption>'
+    return (f'<figure><figcaption><h3>{escape(title)}{unit_text}</h3><ul class="legend">{items}</ul></figcaption>'
             f"{drawing}{note_text}</figure>")

@@ -102,10 +102,12 @@ def _tiles(folder: Path, rows: Sequence[Row], summary: Row) -> str:
             tiles.append(_tile(f"{title} before", _percent(before)))
     seconds = number(summary.get("seconds"))
     if seconds is not None:
-        tiles.append(_tile("Time", duration(seconds)))
-    for key, title in (("layout", "Layout"), ("seed", "Seed")):
-        if summary.get(key) not in (None, ""):
-            tiles.append(_tile(title, str(summary[key])))
+        steps = summary.get("steps")
+        small = "" if steps is None else visible(f"{steps} step" if steps == 1 else f"{steps} steps")
+        tiles.append(_tile("Time", duration(seconds), small))
+    if summary.get("layout"):
+        seed = summary.get("seed")
+        tiles.append(_tile("Layout", str(summary["layout"]), "" if seed is None else visible(f"seed {seed}")))
     return f'<dl class="tiles">{"".join(tiles)}</dl>' if tiles else ""
 
 
@@ -219,7 +221,8 @@ def _text(value: Any) -> str:
 
 
 def _pairs(pairs: Iterable[tuple[str, Any]]) -> str:
-    lines = "".join(f"<tr><td>{escape(name)}</td><td>{escape(visible(value))}</td></tr>" for name, value in pairs)
+    lines = "".join(f"<tr><td>{escape(visible(name))}</td><td>{escape(visible(value))}</td></tr>"
+                    for name, value in pairs)
     return f'<div class="card"><table class="pairs"><tbody>{lines}</tbody></table></div>'
 
 

@@ -61,7 +61,7 @@ th { color: var(--soft); font-weight: 600; } tr:last-child td { border-bottom: 0
 pre { margin: 0; font: 12.5px/1.45 ui-monospace, "Cascadia Mono", "DejaVu Sans Mono", monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }
 .samples pre { max-height: 16em; overflow-y: auto; }
-.samples td { min-width: 0; } .samples .text { width: 42%; }
+.samples td { min-width: 0; } .samples .text { width: 28%; } .samples .text + .text { width: 58%; }
 .pairs td:first-child { color: var(--soft); white-space: nowrap; width: 1%; } .pairs td { overflow-wrap: anywhere; }
 details { background: var(--card); border: 1px solid var(--line); border-radius: 8px; margin-top: 12px; }
 summary { cursor: pointer; padding: 10px 14px; font-weight: 600; } details > :not(summary) { padding: 0 14px 12px; }
@@ -70,7 +70,7 @@ footer { color: var(--soft); font-size: .8rem; margin-top: 32px; }
   main { padding: 14px 10px 40px; } .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
   .samples thead { display: none; } .samples, .samples tbody, .samples tr, .samples td { display: block; width: 100%; }
   .samples tr { border-bottom: 1px solid var(--line); padding: 8px 0; } .samples tr:last-child { border-bottom: 0; }
-  .samples td { border: 0; padding: 2px 8px; text-align: left; } .samples .text { width: 100%; }
+  .samples td { border: 0; padding: 2px 8px; text-align: left; } .samples .text.text { width: 100%; }
   .samples td::before { content: attr(data-name) " "; color: var(--soft); font-size: .8rem; }
   .share { display: none; } .pairs td:first-child { white-space: normal; width: 34%; }
 }

@@ -68,7 +68,7 @@ class Progress:
     """Shows a run. ``total_steps`` is what this process will do (after a resume: the rest); None: no bar for the run.
 
     ``run_dir``: warnings are also appended to <run_dir>/warnings.jsonl. ``plain_interval``: seconds between two
-    lines of one phase where stdout is not a terminal.
+    lines of one phase where stdout is not a terminal. Set ``step`` when a step begins: warnings are recorded with it.
     """
 
     def __init__(self, total_steps: int | None = None, *, run_dir: str | Path | None = None,
@@ -82,7 +82,7 @@ class Progress:
         self._plain_interval = plain_interval
         self._rows = 0
         self._columns_width = 0
-        self._step: int | None = None
+        self.step: int | None = None
         self._seconds: dict[str, float] = {}
         self._run = Phase(self, "run", total_steps)
         self._bars = _bars(self.console) if self.live else None
@@ -117,7 +117,7 @@ class Progress:
 
     def step_row(self, metrics: Mapping[str, Any]) -> None:
         """Print one step (metrics with "step") as a table row, under a header now and then; an evaluation as a line."""
-        self._step = metrics.get("step", self._step)
+        self.step = metrics.get("step", self.step)
         if metrics.get("eval/pass_at_1") is not None:
             self._print(_evaluation_line(metrics))
         if metrics.get("reward_mean") is None:  # only an evaluation: before the first step
@@ -140,7 +140,7 @@ class Progress:
         """Print a warning, keep it for the summary and the report. Repeats are counted, not printed each time."""
         count = self.warnings[text] = self.warnings.get(text, 0) + 1
         if self._warnings_path:
-            append_line(self._warnings_path, {"step": self._step, "time": round(time.time(), 3), "text": text})
+            append_line(self._warnings_path, {"step": self.step, "time": round(time.time(), 3), "text": text})
         if count in (1, 10, 100, 1000, 10000):
             self._print(visible(f"warning: {text}" + (f" ({count} times so far)" if count > 1 else "")), style="yellow")
 
@@ -192,13 +192,13 @@ class Progress:
 
 
 def _evaluation_line(metrics: Mapping[str, Any]) -> str:
-    """step 50, held out: pass@1 41.2% (standard error 0.9%), pass@k 66.0%, greedy 78.0%, 11.3 tokens"""
+    """step 50, held out: pass@1 41.2% (se 0.9%), pass@k 66.0%, greedy 78.0%, 11.3 tokens"""
     def shown(name: str) -> str:
         return format_metric(name, metrics.get(name))
 
     parts = [f"pass@1 {shown('eval/pass_at_1')}"]
     if metrics.get("eval/pass_at_1_se") is not None:
-        parts[0] += f" (standard error {shown('eval/pass_at_1_se')})"
+        parts[0] += f" (se {shown('eval/pass_at_1_se')})"
     for name, title in (("eval/pass_at_k", "pass@k"), ("eval/greedy", "greedy")):
         if metrics.get(name) is not None:
             parts.append(f"{title} {shown(name)}")

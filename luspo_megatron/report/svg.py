@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 400, 230
 LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 34
 MARKERS_UP_TO = 40
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "", "6 3", "2 3")
-LOG_FROM_RATIO = 300.0
+LOG_FROM_RATIO = 50.0
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def line_chart(groups: Sequence[Bin], series: Sequence[Series], *, title: str, p
     y = _values(series, from_zero, may_log)
     body = [*_frame(x, y, percent)]
     for index, item in enumerate(series):
-        body.append(f'<g class="s{index}">{"".join(_line(groups, item.points, x, y, DASHES[index % len(DASHES)]))}</g>')
+        body.append(f'<g class="s{index}">{"".join(_line(groups, item.points, x, y, dash(index, len(groups))))}</g>')
     body.extend(_hover(groups, series, x))
     return _svg(title, body)
 
@@ -69,10 +69,15 @@ def stacked_bars(groups: Sequence[Bin], series: Sequence[Series], *, title: str,
     return _svg(title, body)
 
 
-def swatch(index: int, line: bool) -> str:
-    """The legend's sign for series ``index``: its line with its dashes, or its filled box."""
-    if line:
-        inner = f'<line x1="1" y1="5" x2="23" y2="5" stroke-dasharray="{DASHES[index % len(DASHES)]}"/>'
+def dash(index: int, bins: int) -> str:
+    """Dash pattern of series ``index``; none in charts of many points, where dashes only look like noise."""
+    return DASHES[index % len(DASHES)] if bins <= MARKERS_UP_TO else ""
+
+
+def swatch(index: int, line_dash: str | None) -> str:
+    """The legend's sign for series ``index``: its line with its dashes, or (None) its filled box."""
+    if line_dash is not None:
+        inner = f'<line x1="1" y1="5" x2="23" y2="5" stroke-dasharray="{line_dash}"/>'
     else:
         inner = '<rect class="bar" x="7" y="0" width="10" height="10"/>'
     return f'<svg class="swatch s{index}" viewBox="0 0 24 10" aria-hidden="true">{inner}</svg>'
@@ -134,7 +139,7 @@ def _line(groups: Sequence[Bin], points: Sequence[Point | None], x: Axis, y: Axi
                 yield (f'<path d="M{at:.1f} {low:.1f}V{high:.1f}M{at - 3:.1f} {low:.1f}h6M{at - 3:.1f} '
                        f'{high:.1f}h6"/>')
             if markers or len(known) == 1:
-                yield f'<circle cx="{at:.1f}" cy="{y(point.mean):.1f}" r="2.5"/>'
+                yield f'<circle cx="{at:.1f}" cy="{y(point.mean):.1f}" r="{3 if len(known) == 1 else 2.5}"/>'
 
 
 def _runs(points: Sequence[Point | None]) -> Iterator[list[int]]:

@@ -32,9 +32,9 @@ COLUMNS = (
     Column("response_length_p95", "p95", "tokens", 6, 0),
     Column("clip_fraction_positive", "clip+", "", 6, 0),
     Column("clip_fraction_negative", "clip-", "", 6, 0),
-    Column("kl_rollout", "KL", "nats", 9, 0),
+    Column("kl_rollout", "KL", "nats", 8, 0),
     Column("entropy", "entropy", "nats", 7, 1),
-    Column("gradient_norm", "grad", "norm", 8, 0),
+    Column("gradient_norm", "grad", "norm", 7, 0),
     Column("seconds/rollout", "rollout", "s", 7, 5),
     Column("seconds/reward", "score", "s", 6, 7),
     Column("seconds/old_logprobs", "old lp", "s", 6, 7),
@@ -42,7 +42,7 @@ COLUMNS = (
     Column("seconds/sync", "sync", "s", 6, 6),
     Column("seconds/eval", "eval", "s", 7, 8),
     Column("seconds/save", "save", "s", 6, 8),
-    Column("seconds/step", "total", "s", 7, 2),
+    Column("seconds/step", "total", "s", 7, 1),
     Column("tokens_per_second", "speed", "tok/s", 7, 3),
 )
 GAP = 1
