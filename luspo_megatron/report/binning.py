@@ -7,7 +7,6 @@ in one step stays visible.
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +57,7 @@ def bins(rows: Sequence[Row], limit: int) -> list[Bin]:
 
 def number(value: Any) -> float | None:
     """A finite number as float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
 
