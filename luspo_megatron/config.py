@@ -281,3 +281,34 @@ class SftConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5, decay="linear"))
     batch: BatchConfig = field(default_factory=BatchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass(frozen=True)
+class EvalCommandConfig:
+    """Everything `luspo eval` can be told."""
+
+    checkpoint: str = ""
+    """Run folder or checkpoint folder whose policy is evaluated; empty: the weights in model.hf."""
+    out: str = "runs/eval"
+    """Folder for the results; nothing is written outside it."""
+    seed: int = 0
+    """Seed of the sampling."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Everything `luspo export` can be told."""
+
+    checkpoint: str = ""
+    """Run folder (its newest checkpoint is taken) or checkpoint folder to export."""
+    out: str = ""
+    """Folder for the Hugging Face model; it must not exist or be empty."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Dtype of the written tensors; empty: as trained."""
