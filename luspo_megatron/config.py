@@ -35,7 +35,7 @@ class ModelConfig:
     tokenizer: str = ""
     """Folder of the tokenizer; empty: the model's folder."""
     ref_hf: str = ""
-    """Folder of the reference policy for the KL term; empty: the starting weights. Used only when algorithm.kl_coef > 0."""
+    """Folder of the reference policy for the KL term; empty: the starting weights. Used when algorithm.kl_coef > 0."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter dtype of the actor and of the engine."""
     transformer_engine: Literal["auto", "on", "off"] = "auto"
@@ -139,7 +139,7 @@ class RewardConfig:
     binary: bool = False
     """Turn the correct_term into 1 when correct and 0 otherwise before it is weighted."""
     answer_pattern: str = ""
-    """Regular expression whose last match's first group is the answer given to reasoning_gym scorers; empty: whole text."""
+    """Regular expression whose last match's first group is the answer for reasoning_gym scorers; empty: whole text."""
     overlong_buffer: int = 0
     """L_buf of the overlong penalty (tokens)."""
     overlong_factor: float = 0.3

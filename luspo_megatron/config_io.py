@@ -206,9 +206,8 @@ def _parse[C](cls: type[C], flags: list[str], prog: str, default: C | None, wher
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-            return tyro.cli(
-                cls, args=flags, prog=prog, default=default, use_underscores=True, config=(tyro.conf.AvoidSubcommands,)
-            )
+            start = cls() if default is None else default
+            return tyro.cli(cls, args=flags, prog=prog, default=start, use_underscores=True)
     except SystemExit:
         raise UserError(where + _unboxed(shown.getvalue(), prog)) from None
 
@@ -221,5 +220,6 @@ def _show_help(cls: type, prog: str, description: str, default: Any) -> None:
 def _unboxed(text: str, prog: str) -> str:
     """tyro's error box as plain lines: the mistake and the flag, without the pointer to the help."""
     lines = [line.strip("│| ") for line in text.splitlines() if not re.match(r"^[╭╰+]", line)]
-    lines = [line for line in lines if line.strip("─- ") and not line.startswith(("For full helptext", "Argument helptext"))]
+    noise = ("For full helptext", "Argument helptext")
+    lines = [line for line in lines if line.strip("─- ") and not line.startswith(noise)]
     return "\n  ".join([*lines, f"(see {prog} --help)"])

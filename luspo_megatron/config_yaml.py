@@ -23,7 +23,8 @@ class _TextLoader(yaml.BaseLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", key_node.start_mark)
+                problem = f"the key {key!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
             if isinstance(key, str):
                 seen.add(key)
         return super().construct_mapping(node, deep=deep)
