@@ -249,7 +249,7 @@ def _eval(config: Config | EvalCommandConfig) -> Iterator[Violation]:
 
 
 def _facts(model: ModelConfig, facts: ModelFacts | None) -> tuple[ModelFacts | None, list[Violation]]:
-    """Given facts, else those of model.hf, else what is wrong with its config.json (check_model names an absent file)."""
+    """Given facts, else those of model.hf, else what is wrong with its config.json (its absence is check_model's)."""
     if facts is not None or not (Path(model.hf) / "config.json").is_file():
         return facts, []
     try:
