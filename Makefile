@@ -28,7 +28,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1 \t/' | expand -t 12
 	@echo
 	@echo 'PYTHON: the Python (>= 3.12) to use, otherwise one is looked for.'
-	@echo 'TORCH_INDEX_URL: package index with another build of torch, e.g. PyTorch's own index of CPU builds'
+	@echo 'TORCH_INDEX_URL: package index with another build of torch, e.g. one of CPU builds'
 	@echo 'TESTS, PYTEST_ARGS: what make test runs, e.g. make test TESTS=tests/unit PYTEST_ARGS="-k config"'
 
 .PHONY: setup

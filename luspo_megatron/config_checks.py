@@ -173,6 +173,8 @@ def check_parallel(parallel: ParallelConfig, facts: ModelFacts | None) -> Iterat
     sizes = layout.violations()
     for text in sizes:
         name = text.partition("=")[0]
+        if name == "etp" and parallel.etp == 0:
+            continue  # it follows tp, which is named
         mend = text.partition(" must be ")[2]
         mend = f"take {mend}" if mend else f"{text.partition(' is ')[2]} cannot be met: change one of these sizes"
         if name == "world_size" and layout.world_size >= 1:

@@ -63,7 +63,8 @@ def load_config[C](cls: type[C], argv: Sequence[str], prog: str = "luspo", descr
 
 def save_config(config: Any, path: str | os.PathLike[str]) -> None:
     """Write a configuration as YAML that ``load_config`` reads back to an equal object. Replaces ``path`` at once."""
-    text = yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=120)
+    # Not allow_unicode: PyYAML then writes some line breaks (U+0085) raw and reads them back as spaces.
+    text = yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, width=120)
     part = f"{os.fspath(path)}.part"
     with open(part, "w", encoding="utf-8") as file:
         file.write(text)

@@ -1,7 +1,7 @@
 """Print constraints.txt: the exact version of everything that setup.py's requirements bring, as installed here.
 
-Run it in the environment whose tests pass: ``.venv/bin/python tools/pins.py > constraints.txt``. Only the closure of the
-requirements and of the extras ``dev`` and ``demo`` is listed; other packages of the environment are left out. The
+Run it in the environment whose tests pass: ``.venv/bin/python tools/pins.py > constraints.txt``. Only the closure of
+the requirements and of the extras ``dev`` and ``demo`` is listed; other packages of the environment are left out. The
 engines and Transformer Engine are not pinned: they live in environments of their own.
 """
 
