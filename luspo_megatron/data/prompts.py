@@ -175,6 +175,6 @@ def load_prompts(config: DataConfig, tokenizer: TextTokenizer, split: Split = "t
         )
     if not prompts:
         limit = f"data.max_prompt_tokens={config.max_prompt_tokens}"
-        what = f"all {prompts.filtered} prompts are longer than {limit}; raise it" if prompts.filtered else "no row in it"
-        raise UserError(f"{name}: {what}")
+        what = f"all {prompts.filtered} are longer than {limit}; raise it" if prompts.filtered else "it has no rows"
+        raise UserError(f"{name}: no prompt left: {what}")
     return prompts
