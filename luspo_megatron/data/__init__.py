@@ -1,1 +1,1 @@
-"""Prompts in, packed micro-batches out: reading, planning (schedule) and packing (collate)."""
+"""Data that goes into a step: prompts, demonstrations, packing, batch plans."""
