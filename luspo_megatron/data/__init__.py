@@ -1,0 +1,1 @@
+"""Data: prompts, demonstrations, tokenizer, and the schedule of a step's batches."""
