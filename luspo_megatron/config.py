@@ -35,7 +35,7 @@ class ModelConfig:
     tokenizer: str = ""
     """Folder of the tokenizer; empty: the model's folder."""
     ref_hf: str = ""
-    """Folder of the reference policy for the KL term; empty: the starting weights. Used only when algorithm.kl_coef > 0."""
+    """Folder of the reference policy for the KL term; empty: the starting weights. Used when algorithm.kl_coef > 0."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Parameter dtype of the actor and of the engine."""
     transformer_engine: Literal["auto", "on", "off"] = "auto"
@@ -139,7 +139,7 @@ class RewardConfig:
     binary: bool = False
     """Turn the correct_term into 1 when correct and 0 otherwise before it is weighted."""
     answer_pattern: str = ""
-    """Regular expression whose last match's first group is the answer given to reasoning_gym scorers; empty: whole text."""
+    """Regular expression whose last match's first group is the answer for reasoning_gym scorers; empty: whole text."""
     overlong_buffer: int = 0
     """L_buf of the overlong penalty (tokens)."""
     overlong_factor: float = 0.3
@@ -281,3 +281,34 @@ class SftConfig:
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5, decay="linear"))
     batch: BatchConfig = field(default_factory=BatchConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+@dataclass(frozen=True)
+class EvalCommandConfig:
+    """Everything `luspo eval` can be told."""
+
+    checkpoint: str = ""
+    """Run folder or checkpoint folder whose policy is evaluated; empty: the weights in model.hf."""
+    out: str = "runs/eval"
+    """Folder for the results; nothing is written outside it."""
+    seed: int = 0
+    """Seed of the sampling."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Everything `luspo export` can be told."""
+
+    checkpoint: str = ""
+    """Run folder (its newest checkpoint is taken) or checkpoint folder to export."""
+    out: str = ""
+    """Folder for the Hugging Face model; it must not exist or be empty."""
+    dtype: Literal["", "float32", "bfloat16"] = ""
+    """Dtype of the written tensors; empty: as trained."""

@@ -72,8 +72,8 @@ class ParallelLayout:
         return tp * (2 * self.cp if self.cp > 1 else 1)
 
     def __str__(self) -> str:
-        parts = [f"{name}{value}" for name, value in (("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("dp", self.dp),
-                                                      ("ep", self.ep)) if value > 1]
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": self.dp, "ep": self.ep}
+        parts = [f"{name}{value}" for name, value in sizes.items() if value > 1]
         if self.ep > 1 and self.etp != 1:
             parts.append(f"etp{self.etp}")
         return "x".join(parts) or "1"

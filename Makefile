@@ -1,0 +1,65 @@
+# make help lists the targets. Everything is installed into .venv, which is made anew only when constraints.txt or
+# setup.py have changed.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?=
+TORCH_INDEX_URL ?=
+TESTS ?= tests
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# A stamp named after the contents: a fresh checkout with an old .venv beside it is not made anew.
+STAMP := $(VENV)/.setup-$(shell cat constraints.txt setup.py | cksum | cut -d' ' -f1)
+TORCH_PIN := $(shell grep -m1 '^torch==' constraints.txt)
+
+# One OpenMP thread per process: tests and demo run several processes on few cores.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: help
+help: ## list the targets
+	@echo 'usage: make TARGET [PYTHON=/path/to/python3.12] [TORCH_INDEX_URL=URL]'
+	@echo
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1 \t/' | expand -t 12
+	@echo
+	@echo 'PYTHON: the Python (>= 3.12) to use, otherwise one is looked for.'
+	@echo 'TORCH_INDEX_URL: package index with another build of torch, e.g. PyTorch's own index of CPU builds'
+	@echo 'TESTS, PYTEST_ARGS: what make test runs, e.g. make test TESTS=tests/unit PYTEST_ARGS="-k config"'
+
+.PHONY: setup
+setup: $(STAMP) ## make .venv with everything in it (about 5 minutes, 6 GB with the CUDA build of torch)
+
+$(STAMP): export PIP_DISABLE_PIP_VERSION_CHECK = 1
+$(STAMP):
+	@python="$$(PYTHON='$(PYTHON)' tools/find_python.sh)"; \
+	echo "Making $(VENV) with $$python"; \
+	"$$python" -m venv --clear $(VENV)
+	@if [ -n '$(TORCH_INDEX_URL)' ]; then \
+		$(BIN)/pip install --quiet --no-deps --index-url '$(TORCH_INDEX_URL)' '$(TORCH_PIN)'; \
+	fi
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,demo]'
+	@touch $@
+
+.PHONY: lint
+lint: setup ## style, types, and the directions of imports
+	$(BIN)/ruff check .
+	$(BIN)/mypy luspo_megatron
+	$(BIN)/lint-imports --no-logo
+
+.PHONY: test
+test: setup ## run all tests
+	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
+
+.PHONY: demo
+demo: setup ## build, cold-start, train and evaluate a tiny Qwen3-MoE on this machine's CPU (about 10 minutes)
+	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/qwen3_moe/tiny_cpu.sh
+
+.PHONY: clean
+clean: ## remove .venv, caches and build folders; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find luspo_megatron tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,126 @@
+"""The ``luspo`` command: one function per subcommand.
+
+Each function reads its configuration, checks all of it, and only then imports the module that does the work, so that
+help and mistakes are answered at once and without torch. A mistake of the user ends with one message and exit code 2,
+a run that could not go on with 1, Ctrl-C with 130; none of these shows a traceback. Faults of the program do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+from luspo_megatron import __version__, config_checks
+from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, SftConfig
+from luspo_megatron.config_io import load_config
+from luspo_megatron.config_yaml import suggestion
+from luspo_megatron.errors import RunError, UserError
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train a policy with reinforcement learning from verifiable rewards (LUSPO and its kin)."""
+    config = load_config(Config, argv, prog="luspo train", description=_summary(train))
+    config_checks.require(config_checks.validate(config))
+    for line in config_checks.warnings(config, config_checks.model_facts(config.model)):
+        _warn(line)
+    return _call("luspo_megatron.train", config)
+
+
+def sft(argv: Sequence[str]) -> int:
+    """Train a policy on demonstrations (supervised cold start) with the same actor."""
+    config = load_config(SftConfig, argv, prog="luspo sft", description=_summary(sft))
+    config_checks.require(config_checks.validate_sft(config))
+    return _call("luspo_megatron.sft", config)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """Measure the pass rate of a checkpoint or of a Hugging Face model on held-out prompts."""
+    config = load_config(EvalCommandConfig, argv, prog="luspo eval", description=_summary(evaluate))
+    config_checks.require(config_checks.validate_eval(config))
+    return _call("luspo_megatron.evaluate", config)
+
+
+def export(argv: Sequence[str]) -> int:
+    """Write a checkpoint as a Hugging Face model (safetensors)."""
+    config = load_config(ExportConfig, argv, prog="luspo export", description=_summary(export))
+    config_checks.require(config_checks.validate_export(config))
+    return _call("luspo_megatron.export", config)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "sft": sft,
+    "eval": evaluate,
+    "export": export,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``luspo``. Returns the exit code: 0 done, 1 the run could not go on, 2 bad input, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except (UserError, RunError) as error:
+        print(f"luspo: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("luspo: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        print(usage(), file=sys.stderr)
+        return UserError.exit_code
+    name, rest = words[0], words[1:]
+    if name in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if name == "--version":
+        print(f"luspo {__version__}")
+        return 0
+    if name not in COMMANDS:
+        raise UserError(f"unknown command {name!r}{suggestion(name, COMMANDS)} (luspo --help lists the commands)")
+    try:
+        return COMMANDS[name](rest)
+    except SystemExit as stop:  # the help has been shown
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def usage() -> str:
+    """The text of ``luspo --help``."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {_summary(command)}" for name, command in COMMANDS.items()]
+    head = "usage: luspo COMMAND [FLAGS]\n\nRLVR training of large MoE models with LUSPO on Megatron-core.\n\ncommands:"
+    foot = "\nluspo COMMAND --help lists the flags of a command; luspo --version shows the version."
+    return "\n".join([head, *lines, foot])
+
+
+def _summary(command: Callable[..., int]) -> str:
+    return (command.__doc__ or "").strip()
+
+
+def _call(module: str, config: object) -> int:
+    """Import ``module`` only now and run its ``main(config)``; what is no integer counts as success."""
+    code = importlib.import_module(module).main(config)
+    return code if isinstance(code, int) else 0
+
+
+def _warn(line: str) -> None:
+    """One warning, on the first rank only when a launcher has started several."""
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        print(f"luspo: warning: {line}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

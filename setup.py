@@ -1,0 +1,62 @@
+"""Package metadata. Ranges live here; the versions that were tested together are in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (HERE / "luspo_megatron/__init__.py").read_text(encoding="utf-8"))
+assert VERSION is not None
+
+setup(
+    name="luspo-megatron",
+    version=VERSION[1],
+    description="RLVR training of large MoE models with LUSPO on Megatron-core",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.12",
+    packages=find_packages(include=["luspo_megatron", "luspo_megatron.*"]),
+    install_requires=[
+        "torch>=2.9",
+        "megatron-core>=0.19.2,<0.20",
+        "transformers>=5",
+        "safetensors",
+        "psutil",
+        "numpy",
+        "pyyaml",
+        "pyarrow",
+        "tyro",
+        "rich",
+        "aiohttp",
+        "xxhash",
+        "tensorboard",
+        "jaxtyping",
+        "math-verify",
+        "reasoning-gym",
+    ],
+    extras_require={
+        # Engines are servers in processes of their own and may live in another environment (see the README).
+        "vllm": ["vllm"],
+        "sglang": ["sglang"],
+        # CUDA only: the bare transformer-engine package without its CUDA half breaks `import megatron.core`.
+        "te": ["transformer-engine[pytorch,core_cu13]"],
+        "demo": [],  # the demo needs nothing beyond the requirements; kept so that [demo] can be asked for
+        "dev": [
+            "pytest",
+            "pytest-timeout",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "import-linter",
+        ],
+    },
+    entry_points={"console_scripts": ["luspo = luspo_megatron.cli:main"]},
+    classifiers=[
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.12",
+        "Operating System :: POSIX :: Linux",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
