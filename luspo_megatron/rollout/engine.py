@@ -7,12 +7,12 @@ requests and restarts the dead (rollout/fleet.py).
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from luspo_megatron.errors import RunError, UserError
+from luspo_megatron.plugin import is_plugin_name, load_plugin
 from luspo_megatron.types import FinishReason
 from luspo_megatron.weights.manifest import EngineConnection
 
@@ -116,15 +116,10 @@ def load_engine_kind(name: str) -> EngineKind:
     if name in ("vllm", "sglang"):
         raise UserError(f"rollout.engine={name}: this engine is not supported yet; use rollout.engine=hf, or "
                         "module:attribute with an EngineKind of your own")
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
+    if not is_plugin_name(name):
         raise UserError(f"rollout.engine={name!r} is unknown; known: hf, or module:attribute")
-    try:
-        kind = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"rollout.engine={name!r} cannot be loaded: {error}; give module:attribute of an importable "
-                        "module (PYTHONPATH)") from error
+    kind = load_plugin(name, "rollout.engine")
     if not isinstance(kind, EngineKind):
         raise UserError(f"rollout.engine={name!r} is a {type(kind).__name__}, not an EngineKind "
                         "(luspo_megatron.rollout.engine)")
-    return cast(EngineKind, kind)
+    return kind

@@ -10,7 +10,14 @@ from typing import Any
 import aiohttp
 
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.rollout.engine import EngineFailure, EngineInfo, EngineKind, EngineStart, GenerateRequest, Generation
+from luspo_megatron.rollout.engine import (
+    EngineFailure,
+    EngineInfo,
+    EngineKind,
+    EngineStart,
+    GenerateRequest,
+    Generation,
+)
 from luspo_megatron.weights.manifest import EngineConnection
 
 
@@ -29,7 +36,7 @@ class HfClient:
             async with self._session.request(method, self.url + path, json=body,
                                              timeout=aiohttp.ClientTimeout(total=timeout)) as answer:
                 data = await answer.json()
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             detail = f"no answer in {timeout:g} s" if isinstance(error, asyncio.TimeoutError) and timeout else error
             raise EngineFailure(f"engine {self.url}{path}: {type(error).__name__}: {detail}") from error
         if answer.status == 200:

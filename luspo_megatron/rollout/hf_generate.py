@@ -64,7 +64,7 @@ def _inverse_cdf(probabilities: Tensor, uniform: Tensor, top_p: float) -> Tensor
     """
     order = None
     if top_p < 1:
-        probabilities, order = probabilities.sort(-1, descending=True, stable=True)
+        probabilities, order = probabilities.sort(stable=True, dim=-1, descending=True)
         before = probabilities.cumsum(-1) - probabilities
         probabilities = torch.where(before < top_p, probabilities, 0.0)
     cumulative = probabilities.cumsum(-1)

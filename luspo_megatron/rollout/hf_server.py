@@ -32,7 +32,7 @@ from luspo_megatron.rollout import hf_generate
 from luspo_megatron.rollout.engine import GenerateRequest
 from luspo_megatron.rollout.hf_model import MAX_PARAMETERS, build_model
 from luspo_megatron.rollout.hf_weights import Loader, check_manifest, on_disk_locations
-from luspo_megatron.rollout.processes import exit_when_stdin_closes
+from luspo_megatron.rollout.processes import be_owned
 from luspo_megatron.weights.manifest import EngineConnection, Manifest
 from luspo_megatron.weights.transports.process_group import ProcessGroupReceiver
 
@@ -106,8 +106,8 @@ class HfEngine:
             problems.append("needed: temperature >= 0, 0 < top_p <= 1, max_response_tokens >= 1")
         longest = max(map(len, request.prompts), default=0)
         if limit and longest + request.max_response_tokens > limit:
-            problems.append(f"a prompt of {longest} tokens and max_response_tokens {request.max_response_tokens} exceed "
-                            f"the model's {limit} positions; lower rollout.max_response_tokens or "
+            problems.append(f"a prompt of {longest} tokens and max_response_tokens {request.max_response_tokens} "
+                            f"exceed the model's {limit} positions; lower rollout.max_response_tokens or "
                             "data.max_prompt_tokens")
         if problems:
             raise UserError(f"generate request refused: {'; '.join(problems)}")
@@ -233,8 +233,8 @@ def make_app(engine: HfEngine, token: str) -> web.Application:
     return app
 
 
-async def serve(engine: HfEngine, port: int, port_file: Path, token: str) -> None:
-    """Listen on loopback until SIGTERM; the URL appears in ``port_file`` in one piece."""
+async def serve(engine: HfEngine, port: int, port_file: Path, token: str, owned: bool) -> None:
+    """Listen on loopback until SIGTERM (or the owner's end); the URL appears in ``port_file`` in one piece."""
     runner = web.AppRunner(make_app(engine, token), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
@@ -244,7 +244,7 @@ async def serve(engine: HfEngine, port: int, port_file: Path, token: str) -> Non
     partial.replace(port_file)
     log.info("listening on %s", url)
     stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in () if owned else (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await stop.wait()
     engine.close()
@@ -266,20 +266,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dummy-weights", action="store_true", help="random weights instead of the folder's")
     parser.add_argument("--no-verify", action="store_true", help="do not read loaded weights back")
     parser.add_argument("--token", default="", help="default: the environment variable LUSPO_ENGINE_TOKEN")
-    parser.add_argument("--owned", action="store_true", help="end when standard input closes")
+    parser.add_argument("--owned", action="store_true", help="end when standard input closes, and ignore SIGTERM and SIGINT")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.owned:
-        exit_when_stdin_closes()
+        be_owned()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     torch.set_num_threads(args.threads)
 
     async def run() -> None:
         engine = HfEngine(model, name=args.name, max_batch=args.max_batch, verify=not args.no_verify)
-        await serve(engine, args.port, args.port_file, args.token or os.environ.get("LUSPO_ENGINE_TOKEN", ""))
+        await serve(engine, args.port, args.port_file, args.token or os.environ.get("LUSPO_ENGINE_TOKEN", ""),
+                    args.owned)
 
     try:
         model = build_model(args.model, args.dtype, threads=args.threads, device=args.device,

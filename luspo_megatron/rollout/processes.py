@@ -1,7 +1,7 @@
 """Child processes that we own: started in their own process group, logged, ended by us and with us.
 
 ``OwnProcess`` holds the write end of the child's standard input and never writes: when this process dies, however it
-dies, the pipe closes and the child (which called ``exit_when_stdin_closes``) ends too. Imports no torch.
+dies, the pipe closes and the child (which called ``be_owned``) ends too. Imports no torch.
 """
 
 from __future__ import annotations
@@ -82,8 +82,11 @@ class OwnProcess:
             os.killpg(self._process.pid, number)  # start_new_session: the group's id is the child's pid
 
 
-def exit_when_stdin_closes() -> None:
-    """Call early in the child: ends the process as soon as the owner is gone."""
+def be_owned() -> None:
+    """Call early in the child: it ends as soon as its owner is gone, and only then.
+
+    Signals that reach a whole job (Ctrl-C, slurm's SIGTERM) are the owner's to act upon: it may want to finish a step.
+    """
 
     def watch() -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -91,4 +94,6 @@ def exit_when_stdin_closes() -> None:
                 pass
         os._exit(0)
 
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by our own children
     threading.Thread(target=watch, name="owner-watch", daemon=True).start()

@@ -42,7 +42,7 @@ def _build_group(host: str, port: int, generation: int, source: int, rank: int, 
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = span
             return dist.ProcessGroupNCCL(prefix, rank, world_size, options)
-        gloo = dist.ProcessGroupGloo
+        gloo: Any = dist.ProcessGroupGloo
         gloo_options = gloo._Options()
         gloo_options._timeout = span
         gloo_options._threads = 1  # broadcasts of one source keep their order
