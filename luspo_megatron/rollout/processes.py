@@ -1,0 +1,99 @@
+"""Child processes that we own: started in their own process group, logged, ended by us and with us.
+
+``OwnProcess`` holds the write end of the child's standard input and never writes: when this process dies, however it
+dies, the pipe closes and the child (which called ``be_owned``) ends too. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def next_log_path(folder: Path, stem: str) -> Path:
+    """``stem.log``, or ``stem.1.log``, ``stem.2.log``, ...: the first that is not there, so no restart overwrites."""
+    path, number = folder / f"{stem}.log", 0
+    while path.exists():
+        number += 1
+        path = folder / f"{stem}.{number}.log"
+    return path
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    """The last lines of a log, for an error message."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64 * 1024))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"(no log: {error})"
+    return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
+
+
+class OwnProcess:
+    """One child. ``log``: the file its output goes to (must be new); ``env``: additions to our environment."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self.name, self.log = name, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("xb") as file:
+            self._process = subprocess.Popen(
+                list(command), stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})}, start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs; negative: the signal that ended it."""
+        return self._process.poll()
+
+    def describe_end(self) -> str:
+        """What happened, with the log's last lines."""
+        code = self.returncode
+        how = "still runs" if code is None else (
+            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}")
+        return f"{self.name} (pid {self.pid}) {how}; the last lines of {self.log}:\n{tail(self.log)}"
+
+    def stop(self, grace: float = 5.0) -> None:
+        """Close its input, ask the group to end, and kill what is left of the group after ``grace`` seconds."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        if self._process.poll() is None:
+            self._signal(signal.SIGTERM)
+            try:
+                self._process.wait(grace)
+            except subprocess.TimeoutExpired:
+                self._signal(signal.SIGKILL)
+                self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)  # start_new_session: the group's id is the child's pid
+
+
+def be_owned() -> None:
+    """Call early in the child: it ends as soon as its owner is gone, and only then.
+
+    Signals that reach a whole job (Ctrl-C, slurm's SIGTERM) are the owner's to act upon: it may want to finish a step.
+    """
+
+    def watch() -> None:
+        with contextlib.suppress(OSError, ValueError):
+            while sys.stdin.buffer.read(4096):
+                pass
+        os._exit(0)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # a handler, unlike SIG_IGN, is not inherited by our own children
+    threading.Thread(target=watch, name="owner-watch", daemon=True).start()

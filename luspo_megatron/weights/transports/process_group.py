@@ -1,0 +1,175 @@
+"""Buckets over a torch.distributed process group: gloo between CPU processes, NCCL between GPUs.
+
+For each source there is one group {source = rank 0, engine workers = ranks 1..W}. The groups are built directly on a
+PrefixStore over a TCPStore, not on the default group, so both ends work in processes with or without
+``torch.distributed.init_process_group`` (a trainer rank has one, an engine usually has its own or none). The device of
+the buffers chooses the backend. The NCCL path has not run on a GPU yet.
+
+Left out: CUDA IPC between colocated processes and transfers through files.
+"""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from luspo_megatron.weights.manifest import Bucket, EngineConnection
+from luspo_megatron.weights.transports.base import TransferError, Verify, check_trailer, make_trailer
+
+
+def host_store(host: str = "127.0.0.1", timeout: float = 600.0) -> tuple[dist.TCPStore, str, int]:
+    """Open the store that all ends meet at, on a free port. Keep the store alive as long as groups are built on it.
+
+    ``host``: the address the engines reach this process at; loopback when they run on the same node.
+    """
+    store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout), wait_for_workers=False)
+    return store, host, int(store.port)
+
+
+def _build_group(host: str, port: int, generation: int, source: int, rank: int, world_size: int, timeout: float,
+                 device: torch.device) -> Any:
+    """One source's group; blocks until all its members have come, at most ``timeout`` seconds."""
+    span = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore(host, port, None, False, span)
+        prefix = dist.PrefixStore(f"weights/{generation}/source{source}", store)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = span
+            return dist.ProcessGroupNCCL(prefix, rank, world_size, options)
+        gloo: Any = dist.ProcessGroupGloo
+        gloo_options = gloo._Options()
+        gloo_options._timeout = span
+        gloo_options._threads = 1  # broadcasts of one source keep their order
+        gloo_options._devices = [_gloo_device(gloo, host)]
+        return gloo(prefix, rank, world_size, gloo_options)
+    except RuntimeError as error:  # DistStoreError, DistNetworkError and gloo's own are all RuntimeErrors
+        raise TransferError(
+            f"weight group of source {source}, generation {generation}: member {rank} of {world_size} could not "
+            f"connect through {host}:{port} within {timeout:g} s: {_first_line(error)}"
+        ) from error
+
+
+def _gloo_device(gloo: Any, host: str) -> Any:
+    """Loopback store: stay on loopback. Else the interface gloo chooses (GLOO_SOCKET_IFNAME is honoured)."""
+    if socket.gethostbyname(host).startswith("127."):
+        return gloo.create_device(hostname="127.0.0.1")
+    return gloo.create_default_device()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _broadcast(group: Any, tensor: Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return group.broadcast([tensor], options)
+
+
+class _Handle:
+    """A bucket on its way: the broadcasts of bytes and trailer."""
+
+    def __init__(self, works: list[Any], tensors: list[Tensor], what: str) -> None:
+        self._works, self._tensors, self._what = works, tensors, what
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise TransferError(f"{self._what} could not be sent: {_first_line(error)}") from error
+        if self._tensors and self._tensors[0].is_cuda:
+            torch.cuda.synchronize(self._tensors[0].device)  # NCCL's wait only orders streams
+        self._works, self._tensors = [], []
+
+
+class ProcessGroupSender:
+    """The source's end. Building one blocks until every engine worker has joined (or ``timeout`` seconds).
+
+    ``source``: the trainer rank; ``world_size``: engine workers + 1; ``device``: where the buffers lie.
+    """
+
+    def __init__(self, store_host: str, store_port: int, generation: int, source: int, world_size: int,
+                 timeout: float = 600.0, *, verify: Verify = "full", device: str | torch.device = "cpu") -> None:
+        self.source, self.verify, self.device = source, verify, torch.device(device)
+        self._number = 0
+        self._group = _build_group(store_host, store_port, generation, source, 0, world_size, timeout, self.device)
+
+    def send(self, bucket: Bucket, buffer: Tensor) -> _Handle:
+        """Start broadcasting ``buffer``, uint8 [bucket.nbytes]; the handle's ``wait()`` frees it for reuse."""
+        if bucket.source != self.source:
+            raise ValueError(f"a bucket of source {bucket.source} given to the sender of source {self.source}")
+        if buffer.dtype != torch.uint8 or buffer.numel() != bucket.nbytes or not buffer.is_contiguous():
+            raise ValueError(f"buffer must be contiguous uint8 [{bucket.nbytes}], got {buffer.dtype} "
+                             f"{tuple(buffer.shape)}")
+        if self._group is None:
+            raise TransferError(f"the weight group of source {self.source} is closed")
+        what = f"weight bucket {self._number} from source {self.source} ({bucket.nbytes} bytes)"
+        self._number += 1
+        try:
+            # The bytes go first: the checksums are computed while they travel.
+            works = [_broadcast(self._group, buffer)]
+            trailer = make_trailer(bucket, buffer, self.verify).to(self.device)
+            works.append(_broadcast(self._group, trailer))
+        except RuntimeError as error:
+            raise TransferError(f"{what} could not be sent: {_first_line(error)}") from error
+        return _Handle(works, [buffer, trailer], what)
+
+    def close(self) -> None:
+        """Leave the group; members still waiting in it get an error at once."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None
+
+
+class ProcessGroupReceiver:
+    """An engine worker's end: one group per source, joined in the order of ``connection.sources``."""
+
+    def __init__(self, connection: EngineConnection, device: str | torch.device = "cpu") -> None:
+        self.device = torch.device(device)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._number = dict.fromkeys(connection.sources, 0)
+        self._groups: dict[int, Any] = {}
+        for source in connection.sources:
+            self._groups[source] = _build_group(
+                connection.host, connection.port, connection.generation, source, connection.rank,
+                connection.world_size, connection.timeout, self.device
+            )
+
+    def receive(self, bucket: Bucket) -> Tensor:
+        """The next bucket of its source, uint8 [bucket.nbytes], checksums compared.
+
+        The tensor is a view of a buffer that the next call overwrites. Raises TransferError.
+        """
+        group = self._groups.get(bucket.source)
+        if group is None:
+            raise TransferError(f"no weight group for source {bucket.source}; connected: {sorted(self._groups)}")
+        number = self._number[bucket.source]
+        self._number[bucket.source] += 1
+        if self._buffer.numel() < bucket.nbytes:
+            self._buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
+        buffer = self._buffer[: bucket.nbytes]
+        trailer = torch.zeros(len(bucket.slices), 2, dtype=torch.int64, device=self.device)
+        try:
+            _broadcast(group, buffer).wait()
+            _broadcast(group, trailer).wait()
+        except RuntimeError as error:
+            names = ", ".join(str(piece) for piece in bucket.slices[:3])
+            raise TransferError(f"weight bucket {number} from source {bucket.source} ({bucket.nbytes} bytes: {names}"
+                                f"{', ...' if len(bucket.slices) > 3 else ''}) did not come: {_first_line(error)}"
+                                ) from error
+        check_trailer(bucket, buffer, trailer.cpu(), number)
+        return buffer
+
+    def close(self) -> None:
+        """Leave all groups; a source still sending gets an error at once."""
+        for group in self._groups.values():
+            group.shutdown()
+        self._groups = {}
