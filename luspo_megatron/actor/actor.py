@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from luspo_megatron.actor.groups import Ranks
@@ -154,8 +153,7 @@ class Actor:
                     else:
                         pairs = zip(micro.sample_indices.tolist(), value.tolist(), strict=True)
                         per_sample.setdefault(key, {}).update({i: v for i, v in pairs if i >= 0})
-        gathered: list[Any] | None = [None] * self.ranks.layout.world_size if self.ranks.rank == 0 else None
-        dist.gather_object((sums, per_sample), gathered, dst=0, group=self.ranks.control)
+        gathered = self.ranks.gather((sums, per_sample))
         if gathered is None:
             return {}, {}
         total: dict[str, float] = {}

@@ -33,6 +33,12 @@ class Ranks:
     def is_last_stage(self) -> bool:
         return self.layout.dense_coordinate(self.rank)["pp"] == self.layout.pp - 1
 
+    def gather(self, value: Any) -> list[Any] | None:
+        """Any picklable object of every rank, in rank order on rank 0, None elsewhere; over the control plane."""
+        box: list[Any] | None = [None] * self.layout.world_size if self.rank == 0 else None
+        dist.gather_object(value, box, dst=0, group=self.control)
+        return box
+
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """Any picklable object from `source` to all ranks, over the control plane."""
         box = [value]

@@ -7,6 +7,7 @@ buffers alternate, so that gathering the next bucket overlaps sending this one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -22,54 +23,53 @@ from luspo_megatron.weights.transports.process_group import ProcessGroupSender, 
 
 
 class EngineSide(Protocol):
-    """What rank 0 needs of the controller. The calls return handles, so that this rank can send meanwhile."""
+    """What rank 0 needs of the controller (rollout/client.py). Two calls return handles: this rank sends meanwhile."""
 
-    def connect_weights_async(self, store_host: str, store_port: int, generation: int,
-                              sources: list[int]) -> Any: ...
+    def weights_status(self) -> Any: ...
 
-    def update_weights_async(self, manifest: dict[str, Any]) -> Any: ...
+    def connect_weights(self, store_host: str, store_port: int, generation: int, sources: tuple[int, ...], *,
+                        world_size: int, timeout: float) -> Any: ...
+
+    def update_weights_async(self, manifest: Mapping[str, Any]) -> Any: ...
 
 
 class WeightSync:
     """Owns the whole transfer. Every rank makes one; only rank 0 passes the controller's client."""
 
     def __init__(self, gpt: Any, table: WeightTable, ranks: Ranks, settings: WeightSyncConfig, *, dtype: str,
-                 device: torch.device, num_workers: int, engines: EngineSide | None, timeout: float = 600.0) -> None:
+                 device: torch.device, engines: EngineSide | None, timeout: float = 600.0) -> None:
         self._ranks, self._settings, self._engines = ranks, settings, engines
-        self._dtype, self._device = getattr(torch, dtype), device
-        self._num_workers, self._timeout = num_workers, timeout
+        self._dtype, self._device, self._timeout = getattr(torch, dtype), device, timeout
         self.plan = plan_sync(table, ranks.layout, dtype, settings.bucket_bytes)
         self._gatherer = ShardGatherer(gpt, table, ranks.layout, ranks.rank)
         self._largest = max((b.nbytes for u in self.plan.units if u.source == ranks.rank for b in u.buckets), default=0)
         self._sender: ProcessGroupSender | None = None
         self._store: Any = None
-        self._generation = 0
 
-    @property
-    def is_source(self) -> bool:
-        return self._ranks.rank in self.plan.sources
-
-    def connect(self) -> None:
-        """Builds the groups of a new generation: at the start, and after an engine was replaced."""
-        if self._sender is not None:
-            self._sender.close()
-        self._generation += 1
+    def _connect(self) -> None:
+        """Joins the engines' groups when they are new: at the start, and after an engine was replaced."""
         place, handle = None, None
         if self._engines is not None:
-            self._store, host, port = host_store(timeout=self._timeout)
-            place = (host, port)
-            handle = self._engines.connect_weights_async(host, port, self._generation, list(self.plan.sources))
-        host, port = self._ranks.broadcast(place)
-        if self.is_source:
-            self._sender = ProcessGroupSender(host, port, self._generation, self._ranks.rank, self._num_workers + 1,
-                                              self._timeout, verify=self._settings.verify, device=self._device)
+            status = self._engines.weights_status()
+            if status.needs_connect:
+                self._store, host, port = host_store(timeout=self._timeout)
+                place = (host, port, status.generation + 1, status.num_workers + 1)
+                handle = self._engines.connect_weights(host, port, place[2], self.plan.sources, world_size=place[3],
+                                                       timeout=self._timeout)
+        place = self._ranks.broadcast(place)
+        if place is None:
+            return
+        self.close()
+        if self._ranks.rank in self.plan.sources:
+            host, port, generation, world_size = place
+            self._sender = ProcessGroupSender(host, port, generation, self._ranks.rank, world_size, self._timeout,
+                                              verify=self._settings.verify, device=self._device)
         if handle is not None:
             handle.result()
 
     def push(self, version: int) -> None:
         """Sends all weights as `version`; returns when every engine has taken them and resumed."""
-        if self._sender is None and self._generation == 0:
-            self.connect()
+        self._connect()
         handle = None
         if self._engines is not None:
             handle = self._engines.update_weights_async(self.plan.manifest(version).to_dict())
@@ -96,3 +96,4 @@ class WeightSync:
     def close(self) -> None:
         if self._sender is not None:
             self._sender.close()
+            self._sender = None

@@ -1,0 +1,192 @@
+"""The run's front desk: rollouts, evaluation and reports, which rank 0 does for all ranks.
+
+Rank 0 owns the controller client and the report; the other ranks call the same methods and get what is broadcast over
+the control plane. While rank 0 waits for a rollout, the others wait in gloo, never in NCCL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from luspo_megatron.actor.groups import Ranks
+from luspo_megatron.config import Config
+from luspo_megatron.report.environment import write_environment
+from luspo_megatron.report.html import write_report
+from luspo_megatron.report.metrics import MetricSinks
+from luspo_megatron.report.progress import Phase, Progress
+from luspo_megatron.report.summary import RunSummary, evaluations, print_summary, write_summary
+from luspo_megatron.report.watch import MetricWatch
+from luspo_megatron.rollout.client import ControllerClient
+from luspo_megatron.types import Group
+
+SAMPLES_SHOWN = 3
+
+
+class Desk:
+    """One per rank. `state` is the run's state (a checkpoint's, or a new one)."""
+
+    def __init__(self, config: Config, ranks: Ranks, state: dict[str, Any], *, resumed: bool, began: float) -> None:
+        self._config, self._ranks, self._began = config, ranks, began
+        self._seconds_before = float(state.get("seconds", 0.0))
+        self._phase: Phase | None = None
+        self._seen = 0
+        self._saved: Path | None = None
+        self.client: ControllerClient | None = None
+        self._progress: Progress | None = None
+        if ranks.rank == 0:
+            run_dir = Path(config.run.dir)
+            self._progress = Progress(max(0, config.run.steps - state["step"]), run_dir=run_dir)
+            self._sinks = MetricSinks(run_dir, config.run.tensorboard, state["step"] if resumed else None,
+                                      warn=self._progress.warning)
+            self._watch = MetricWatch(self._progress.warning)
+            write_environment(run_dir)
+            if resumed:
+                self._progress.message(f"resuming after step {state['step']}")
+            self._progress.message(f"layout {ranks.layout}, {ranks.layout.world_size} trainer processes; run folder "
+                                   f"{run_dir}; starting engines")
+            self.client = ControllerClient.start(run_dir / "config.yaml", run_dir, on_progress=self._on_progress)
+            if state.get("controller") is not None:
+                self.client.load_state(state["controller"])
+
+    def __enter__(self) -> Desk:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self.client is not None:
+            self.client.close()
+        if self._progress is not None:
+            self._sinks.close()
+            self._progress.close()
+
+    # ------------------------------------------------------------------ phases
+    @contextlib.contextmanager
+    def phase(self, name: str, total: float | None = None) -> Iterator[Any]:
+        """A measured phase with a bar; nothing is shown on other ranks."""
+        if self._progress is None:
+            yield _Silent()
+            return
+        with self._progress.phase(name, total) as phase:
+            self._phase, self._seen = phase, 0
+            try:
+                yield phase
+            finally:
+                self._phase = None
+
+    def _on_progress(self, name: str, done: int, total: int) -> None:
+        phase = self._phase
+        if phase is not None:
+            # counts start again with each request of the phase (samples, then greedy)
+            phase.advance(done - self._seen if done >= self._seen else done)
+            self._seen = done
+
+    def begin(self, step: int) -> None:
+        self._step_began = time.monotonic()
+        if self._progress is not None:
+            self._progress.step = step
+            self._progress.take_seconds()
+
+    # ------------------------------------------------------------------ what the controller does
+    def rollout(self, step: int) -> list[Group]:
+        """The groups of a step, with rewards, on every rank."""
+        groups: list[Group] | None = None
+        size = self._config.rollout
+        with self.phase("rollout", size.prompts_per_step * size.group_size):
+            if self.client is not None:
+                groups = self.client.next_batch(step)
+                self._warn_of(self.client.statistics)
+            groups = self._ranks.broadcast(groups)
+        assert groups is not None
+        return groups
+
+    def _warn_of(self, statistics: dict[str, float]) -> None:
+        assert self._progress is not None
+        for name, what in (("reward_timeout", "rewards ran into their time limit and count 0"),
+                           ("reward_died", "reward workers died; their samples count 0"),
+                           ("reward_error", "rewards raised an error and count 0"),
+                           ("engine_restarts", "engines were restarted")):
+            if statistics.get(name):
+                self._progress.warning(f"{int(statistics[name])} {what}")
+
+    def evaluate(self, step: int, *, full: bool) -> None:
+        """pass@1, pass@k and greedy on the held-out prompts; all of them when `full`."""
+        config = self._config
+        if not config.data.eval_prompts:
+            return
+        if self.client is not None and self._progress is not None:
+            with self.phase("eval"):
+                result = self.client.evaluate(config.eval.samples, config.eval.temperature,
+                                              config.eval.greedy and full, 0 if full else config.eval.interim_size,
+                                              config.run.seed)
+            metrics = {f"eval/{ours}": result[theirs] for ours, theirs in (
+                ("pass_at_1",) * 2, ("pass_at_1_se",) * 2, ("pass_at_k",) * 2, ("greedy",) * 2,
+                ("response_length_mean", "mean_length"), ("prompts", "n")) if theirs in result}
+            metrics |= self._progress.take_seconds()
+            self._sinks.write(step, metrics)
+            self._progress.step_row({"step": step, **metrics})
+        self._ranks.broadcast(None)  # nobody starts the next phase in a collective that rank 0 is late for
+
+    def controller_state(self) -> dict[str, Any] | None:
+        return None if self.client is None else self.client.state()
+
+    def seconds_so_far(self) -> float:
+        return self._seconds_before + time.monotonic() - self._began
+
+    # ------------------------------------------------------------------ what a person sees
+    def report(self, step: int, groups: Sequence[Group], make_metrics: Callable[[], dict[str, Any]]) -> None:
+        """The row of a step."""
+        if self._progress is None:
+            return
+        metrics = make_metrics() | self._progress.take_seconds()
+        metrics["seconds/step"] = time.monotonic() - self._step_began
+        metrics["tokens_per_second"] = metrics["tokens"] / metrics["seconds/step"]
+        self._sinks.write(step, metrics)
+        self._progress.step_row({"step": step, **metrics})
+        self._watch.observe(metrics)
+        every = self._config.run.sample_table_every
+        if every and (step % every == 0 or step == 1):
+            samples = [groups[i * len(groups) // SAMPLES_SHOWN] for i in range(min(SAMPLES_SHOWN, len(groups)))]
+            rows = [{"prompt": g.prompt.text, "response": g.samples[0].response_text, "reward": g.samples[0].reward,
+                     "length": len(g.samples[0].response_ids), "correct": g.samples[0].correct} for g in samples]
+            self._sinks.write_samples(step, rows)
+            if self._progress.live:
+                self._progress.sample_table(rows)
+
+    def saved(self, step: int, path: Path) -> None:
+        self._saved = path
+        if self._progress is not None:
+            self._sinks.write(step, self._progress.take_seconds())
+            self._progress.message(f"saved {path}")
+
+    def stopped(self, step: int) -> None:
+        """The end of a run that was asked to stop."""
+        self._finish(step, None, finished=False)
+
+    def finish(self, state: dict[str, Any], export: Path | None) -> None:
+        self._finish(state["step"], export, finished=True)
+
+    def _finish(self, step: int, export: Path | None, *, finished: bool) -> None:
+        if self._progress is None:
+            return
+        config, run_dir = self._config, Path(self._config.run.dir)
+        summary = RunSummary(
+            **evaluations(run_dir), k=config.eval.samples, seconds=self.seconds_so_far(), steps=step,  # type: ignore[arg-type]
+            finished=finished, layout=str(self._ranks.layout), seed=config.run.seed, cold_start=config.model.hf,
+            checkpoint=str(self._saved) if self._saved else None, export=str(export) if export else None,
+            prompts=config.data.eval_prompts or None, report=str(run_dir / "report.html"),
+            metrics=str(run_dir / "metrics.jsonl"),
+            resume_command=None if finished else f"luspo train --config {run_dir / 'config.yaml'}",
+            warnings=self._progress.warnings)
+        write_summary(run_dir, summary)
+        write_report(run_dir)
+        self._progress.close()
+        print_summary(self._progress, summary)
+
+
+class _Silent:
+    def advance(self, n: float = 1) -> None: ...

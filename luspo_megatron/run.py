@@ -1,0 +1,133 @@
+"""What the commands that train share: one rank's resources, opened in order and closed in reverse.
+
+`start` runs a command on all ranks: in place under torchrun, srun or the local launcher, else through the launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from luspo_megatron.config_checks import model_facts, resolve_layout
+from luspo_megatron.config_io import load_config, save_config
+from luspo_megatron.errors import RunError, UserError
+from luspo_megatron.launch import local, stop
+
+
+def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable[[Any], None]) -> int:
+    """Runs `run(config)` on every rank; returns the exit code of the command."""
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    if local.under_launcher():
+        return guarded(run, config)
+    path = Path(run_dir) / "config.yaml"
+    save_config(config, path)
+    return local.launch(module, str(path), world_size, run_dir)
+
+
+def rank_main(config_class: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> int:
+    """Entry of one rank started by the local launcher: `--config FILE`."""
+    return guarded(run, load_config(config_class, sys.argv[1:] if argv is None else argv))
+
+
+def guarded(run: Callable[[Any], None], config: Any) -> int:
+    """A person's mistake or a lost engine is one message (of rank 0) and an exit code; our own errors propagate."""
+    try:
+        run(config)
+    except (UserError, RunError) as error:
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            print(f"luspo: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+def quiet_libraries() -> None:
+    """Keeps what megatron-core and torch say about themselves (deprecations, missing Apex) out of a person's screen."""
+    import logging
+    import warnings
+
+    for module in ("megatron", "torch"):
+        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+    for name in ("megatron", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def join_ranks(model: ModelConfig, parallel: ParallelConfig, seed: int) -> Any:
+    """This process in the grid of `parallel`, all groups made."""
+    quiet_libraries()
+    from luspo_megatron.actor.groups import join
+
+    layout = resolve_layout(parallel, model_facts(model))
+    return join(layout, seed=seed, timeout_minutes=parallel.timeout_minutes)
+
+
+def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig,
+                batch: BatchConfig, *, temperature: float = 1.0, trainable: bool = True, weights: str | None = None) -> Any:
+    """The actor with the weights of `weights` (default: model.hf; empty: left as built)."""
+    from luspo_megatron.actor.actor import Actor
+    from luspo_megatron.weights.architecture import read_architecture
+
+    actor = Actor(read_architecture(model.hf), ranks, model=model, parallel=parallel, optimizer=optimizer, batch=batch,
+                  temperature=temperature, trainable=trainable)
+    folder = model.hf if weights is None else weights
+    if folder:
+        actor.load_hf(folder)
+    return actor
+
+
+def lone_actor(checkpoint: Path) -> tuple[Any, ModelConfig]:
+    """The policy of a checkpoint in this process alone, without an optimizer (TP = PP = EP = 1)."""
+    import torch.distributed as dist
+
+    from luspo_megatron.actor import checkpoint as checkpoints
+    from luspo_megatron.actor.groups import join
+    from luspo_megatron.parallel import ParallelLayout
+
+    quiet_libraries()
+    model = ModelConfig(**checkpoints.read_state(checkpoint)["model"])
+    ranks = join(ParallelLayout(), seed=0, store=dist.HashStore(), rank=0)
+    actor = build_actor(ranks, model, ParallelConfig(), OptimizerConfig(), BatchConfig(), trainable=False, weights="")
+    checkpoints.load(actor, checkpoint, with_optimizer=False)
+    return actor, model
+
+
+def stop_agreed(ranks: Any) -> bool:
+    """Whether any rank was asked to stop; the same answer on all, so that they stop at the same step."""
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.tensor(int(stop.requested()))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=ranks.control)
+    return bool(flag.item())
+
+
+def checkpoints_of(run_dir: str | Path) -> Path:
+    return Path(run_dir) / "checkpoints"
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """A checkpoint folder itself, or the newest one of a run folder."""
+    from luspo_megatron.actor.checkpoint import latest
+
+    path = Path(path)
+    if (path / "state.json").is_file():
+        return path
+    found = latest(checkpoints_of(path))
+    if found is None:
+        raise UserError(f"{path}: no complete checkpoint; give a run folder or a folder like checkpoints/step-000010")
+    return found
+
+
+def resume_from(run_dir: str, resume: bool) -> Path | None:
+    """The checkpoint to go on from. Refuses to mix a new run into the checkpoints of an old one."""
+    from luspo_megatron.actor.checkpoint import latest
+
+    found = latest(checkpoints_of(run_dir))
+    if found is not None and not resume:
+        raise UserError(f"{run_dir} already holds {found.name}; use --run.resume true to go on, or another --run.dir")
+    return found
+

@@ -1,0 +1,60 @@
+"""The numbers of one training step, on rank 0: from samples, advantages and update results to the metrics table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from luspo_megatron.actor.actor import TrainResult
+from luspo_megatron.actor.groups import Ranks
+from luspo_megatron.algorithm.statistics import reduce_statistics, step_statistics
+from luspo_megatron.data.collate import unpack
+from luspo_megatron.types import MiniBatch, Sample
+
+
+def gather_old_logprobs(ranks: Ranks, mini_batches: Sequence[MiniBatch],
+                        old: Sequence[Sequence[tuple[Any, Any]]]) -> dict[int, np.ndarray]:
+    """{sample index: old log-probs of its response} on rank 0, from the last stage's data-parallel ranks."""
+    own: dict[int, np.ndarray] = {}
+    for mini_batch, outputs in zip(mini_batches, old, strict=True):
+        for micro, (logprobs, _) in zip(mini_batch.micro_batches, outputs, strict=False):
+            real = [int(i) for i in micro.sample_indices if i >= 0]
+            own.update(zip(real, unpack(logprobs.float().cpu().numpy(), micro), strict=True))
+    parts = ranks.gather(own)
+    return {index: values for part in parts or () for index, values in part.items()}
+
+
+def step_metrics(samples: Sequence[Sample], advantages: np.ndarray, results: Sequence[TrainResult],
+                 old_logprobs: dict[int, np.ndarray], *, lr: float, weight_version: int) -> dict[str, Any]:
+    """Metrics by the names of report/metrics.py, all but timings. Rank 0 only."""
+    order = range(len(samples))
+    clipped = np.zeros(len(samples))
+    for result in results:  # with several epochs a sample counts by its last update
+        for index, value in result.per_sample.get("clipped", {}).items():
+            clipped[index] = value
+    rollout = step_statistics(
+        lengths=[len(s.response_ids) for s in samples], rewards=[s.reward for s in samples],
+        correct=[s.correct for s in samples], truncated=[s.truncated for s in samples],
+        group_ids=[s.group_id for s in samples], advantages=advantages, clipped=clipped,
+        rollout_logprobs=[s.rollout_logprobs for s in samples], old_logprobs=[old_logprobs[i] for i in order])
+    updates = reduce_statistics([result.sums for result in results], mini_batches=len(results))
+    names = {
+        "reward_mean": "reward_mean", "pass_rate": "accuracy", "response_length_mean": "length_mean",
+        "response_length_p95": "length_p95", "response_length_correct": "length_mean_correct",
+        "response_length_wrong": "length_mean_wrong", "truncated_fraction": "truncated_fraction",
+        "zero_variance_fraction": "zero_variance_fraction", "clip_fraction_short": "clip_fraction_short",
+        "clip_fraction_long": "clip_fraction_long", "kl_rollout": "kl_rollout_k3",
+        "logprob_max_diff": "logprob_difference_max",
+    }
+    metrics: dict[str, Any] = {ours: rollout[theirs] for ours, theirs in names.items() if theirs in rollout}
+    for ours, theirs in (("clip_fraction_positive",) * 2, ("clip_fraction_negative",) * 2, ("loss",) * 2,
+                         ("kl_ref", "kl_ref_mean"), ("entropy", "entropy_mean"), ("ratio_mean",) * 2,
+                         ("ratio_deviation_mean",) * 2, ("overflow_fraction",) * 2):
+        if theirs in updates:
+            metrics[ours] = updates[theirs]
+    return metrics | {
+        "gradient_norm": float(np.mean([result.gradient_norm for result in results])), "lr": lr,
+        "num_updates": len(results), "tokens": sum(s.num_tokens for s in samples), "weight_version": weight_version,
+    }

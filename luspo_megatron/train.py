@@ -1,0 +1,150 @@
+"""`luspo train`: the loop. One step is rollout, reward, advantages, old log-probs, mini-batch updates, weight sync.
+
+Read `train` top to bottom. Every rank runs it; rank 0 alone talks to the controller (rollouts and rewards) and to the
+person (report). Left out here: asynchronous rollouts, rollout correction, colocated memory hand-over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from luspo_megatron import run
+from luspo_megatron.config import Config
+from luspo_megatron.launch.stop import install as install_stop
+from luspo_megatron.types import Group
+
+
+def main(config: Config) -> int:
+    return run.start("luspo_megatron.train", config, config.run.dir, config.parallel.world_size, train)
+
+
+def train(config: Config) -> None:
+    """Trains to config.run.steps, or until asked to stop; resumes from the run folder's newest checkpoint."""
+    from luspo_megatron.actor import checkpoint
+    from luspo_megatron.actor.optimizer import learning_rate
+    from luspo_megatron.actor.policy_loss import policy_loss
+    from luspo_megatron.algorithm.advantages import group_advantages
+    from luspo_megatron.data.schedule import build_mini_batches, plan_batches
+    from luspo_megatron.step import gather_old_logprobs, step_metrics
+
+    began = time.monotonic()
+    install_stop()
+    found = run.resume_from(config.run.dir, config.run.resume)
+    ranks = run.join_ranks(config.model, config.parallel, config.run.seed)
+    with contextlib.ExitStack() as stack:
+        actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
+                                temperature=config.rollout.temperature)
+        reference = reference_policy(config, ranks)
+        state: dict[str, Any] = {"step": 0, "updates": 0, "weight_version": 1,
+                                 "model": dataclasses.asdict(config.model)}
+        if found is not None:
+            state |= checkpoint.load(actor, found)
+        desk = stack.enter_context(front_desk(config, ranks, state, found is not None, began))
+        sync = stack.enter_context(contextlib.closing(weight_sync(config, actor, desk)))
+        with desk.phase("sync"):
+            sync.push(state["weight_version"])
+        if state["step"] == 0:
+            desk.evaluate(0, full=True)
+        multiple = ranks.layout.token_multiple(config.parallel.sequence_parallel)
+        updates_per_step = config.algorithm.epochs * -(
+            -config.rollout.prompts_per_step // config.algorithm.prompts_per_mini_batch)
+
+        for step in range(state["step"] + 1, config.run.steps + 1):
+            desk.begin(step)
+            groups: list[Group] = desk.rollout(step)
+            samples = [sample for group in groups for sample in group.samples]
+            group_ids = [sample.group_id for sample in samples]
+            advantages = group_advantages(
+                [sample.reward for sample in samples], group_ids, std=config.algorithm.advantage_std,
+                ddof=config.algorithm.advantage_ddof, eps=config.algorithm.advantage_eps).numpy()
+            plans = plan_batches(
+                [sample.num_tokens for sample in samples], group_ids,
+                response_lengths=[len(sample.response_ids) for sample in samples], dp=ranks.layout.dp,
+                prompts_per_mini_batch=config.algorithm.prompts_per_mini_batch, epochs=config.algorithm.epochs,
+                max_tokens=config.batch.max_tokens_per_micro_batch, multiple=multiple, seed=config.run.seed,
+                rollout_id=step)
+            mini_batches = build_mini_batches(plans, samples, ranks.dp_rank, multiple)
+            with desk.phase("old_logprobs"):
+                old = [actor.logprobs(mini_batch.micro_batches) or [] for mini_batch in mini_batches]
+                ref = [reference.logprobs(m.micro_batches) or [] for m in mini_batches] if reference else None
+            results = []
+            with desk.phase("train", len(mini_batches)) as phase:
+                for i, mini_batch in enumerate(mini_batches):
+                    objective = policy_loss(
+                        config.algorithm, mini_batch, advantages, old_logprobs=[logp for logp, _ in old[i]],
+                        ref_logprobs=[logp for logp, _ in ref[i]] if ref else None,
+                        max_response_tokens=config.rollout.max_response_tokens)
+                    lr = learning_rate(config.optimizer, state["updates"], config.run.steps * updates_per_step)
+                    results.append(actor.train_step(mini_batch, objective, lr))
+                    state["updates"] += 1
+                    phase.advance()
+            state |= {"step": step, "weight_version": state["weight_version"] + 1}
+            with desk.phase("sync"):
+                sync.push(state["weight_version"])
+            old_logprobs = gather_old_logprobs(ranks, mini_batches, old)
+            desk.report(step, groups, lambda: step_metrics(samples, advantages, results, old_logprobs, lr=lr,  # noqa: B023
+                                                           weight_version=state["weight_version"]))  # noqa: B023
+
+            stopping = run.stop_agreed(ranks)
+            last = step == config.run.steps
+            if last or (config.eval.every and step % config.eval.every == 0 and not stopping):
+                desk.evaluate(step, full=last)
+            if last or stopping or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                with desk.phase("save"):
+                    state["controller"] = desk.controller_state()
+                    state["seconds"] = desk.seconds_so_far()
+                    saved = checkpoint.save(actor, run.checkpoints_of(config.run.dir), step, state,
+                                            config.checkpoint.keep)
+                desk.saved(step, saved)
+            if stopping and not last:
+                desk.stopped(step)
+                return
+        export = None
+        if config.checkpoint.export_at_end:
+            with desk.phase("save"):
+                export = export_policy(config, actor, ranks)
+        desk.finish(state, export)
+
+
+def reference_policy(config: Config, ranks: Any) -> Any:
+    """The frozen policy of the KL term, None without one."""
+    if not config.algorithm.kl_coef:
+        return None
+    return run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
+                           temperature=config.rollout.temperature, trainable=False,
+                           weights=config.model.ref_hf or config.model.hf)
+
+
+def weight_sync(config: Config, actor: Any, desk: Any) -> Any:
+    from luspo_megatron.weights.sync import WeightSync
+
+    return WeightSync(actor.gpt, actor.table, actor.ranks, config.weight_sync, dtype=config.model.dtype,
+                      device=actor.device, engines=desk.client, timeout=config.rollout.start_timeout)
+
+
+def front_desk(config: Config, ranks: Any, state: dict[str, Any], resumed: bool, began: float) -> Any:
+    from luspo_megatron.desk import Desk
+
+    return Desk(config, ranks, state, resumed=resumed, began=began)
+
+
+def export_policy(config: Config, actor: Any, ranks: Any) -> Path:
+    """<run>/export, anew."""
+    import shutil
+
+    from luspo_megatron.weights.export import export_hf
+
+    out = Path(config.run.dir) / "export"
+    if ranks.rank == 0:
+        shutil.rmtree(out, ignore_errors=True)
+    export_hf(actor.gpt, actor.table, ranks, source_folder=config.model.hf, out=out, dtype=config.model.dtype)
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(run.rank_main(Config, train))
