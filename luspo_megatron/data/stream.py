@@ -26,6 +26,7 @@ class PromptStream:
         self.shuffle = shuffle
         self.epoch = 0
         self.position = 0
+        self._fingerprint = fingerprint(prompts)
         self._order = self._epoch_order()
 
     def next(self, n: int) -> list[Prompt]:
@@ -48,7 +49,7 @@ class PromptStream:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "prompts": len(self.prompts),
-            "fingerprint": fingerprint(self.prompts),
+            "fingerprint": self._fingerprint,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:

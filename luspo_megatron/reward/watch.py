@@ -31,8 +31,8 @@ class ConstantRewardWatch:
             return None
         return (
             f"WARNING: in each of the last {self.constant_steps} steps all rewards were equal (now {rewards[-1]:g}): "
-            "every advantage is 0 and nothing is learned. Usual causes: reward.answer_pattern or the \\boxed{} form does "
-            "not match what the model writes; data.answer_key names another column; responses are cut off by "
+            "every advantage is 0 and nothing is learned. Usual causes: reward.answer_pattern or the \\boxed{} form "
+            "does not match what the model writes; data.answer_key names another column; responses are cut off by "
             "rollout.max_response_tokens; the task is too hard or too easy for this model. Run `luspo doctor` with the "
             "same flags: it grades the data set's own answers first."
         )

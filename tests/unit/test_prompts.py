@@ -314,7 +314,8 @@ def test_split_seeds_are_far_apart() -> None:
 
 
 def test_demonstrations(file: File, tokenizer: TextTokenizer) -> None:
-    rows = [{"prompt": "2+2=", "response": ">4"}, {"prompt": "1=", "response": ">1<eos>"}, {"prompt": "3=", "response": ""}]
+    pairs = [("2+2=", ">4"), ("1=", ">1<eos>"), ("3=", "")]
+    rows = [{"prompt": prompt, "response": response} for prompt, response in pairs]
     found = load_demonstrations(SftDataConfig(path=file(rows)), tokenizer)
     decode = tokenizer.hf.decode
     assert [decode(demonstration.prompt_ids) for demonstration in found] == ["2+2=", "1=", "3="]

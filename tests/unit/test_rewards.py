@@ -191,9 +191,7 @@ def test_overlong_by_hand(length: int, penalty: float) -> None:
 
 def test_weighted_sum_parts_and_correct() -> None:
     config = RewardConfig(terms=("format:1.0", "math:2.0", "overlong:0.5"), correct_term="math", overlong_buffer=10)
-    response = RewardInput(
-        "q", r"<think>a</think> <answer>\boxed{42}</answer>", {"answer": "42"}, response_length=15, max_response_tokens=20
-    )
+    response = item(r"<think>a</think> <answer>\boxed{42}</answer>", response_length=15, max_response_tokens=20)
     result = RewardScorer(config).score(response)
     assert result.parts == {"format": 0.5, "math": 1.0, "overlong": pytest.approx(-0.15)}
     assert result.reward == pytest.approx(0.5 + 2.0 - 0.075)

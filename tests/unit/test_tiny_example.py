@@ -161,10 +161,10 @@ def test_the_demo_reward_is_exact(data: Path, tokenizer: TextTokenizer) -> None:
     scorer = RewardScorer(REWARD)
     for prompt in train:
         answer = int(prompt.row["answer"])
-        cases = [(f">{answer}", 1), (f"<5<6>{answer}", 1), (f">1>{answer}", 1), (f">{answer}<", 0), (f"{answer}", 0),
-                 (f">{answer + 1}", 0), (f">{answer}>", 0), (f">{answer}<unk>", 0), (f">1{answer}", 0), ("", 0)]  # fmt: skip
-        if answer:
-            cases.append((f">{-answer}", 0))
+        right = (f">{answer}", f"<5<6>{answer}", f">1>{answer}")
+        wrong = (f">{answer}<", f"{answer}", f">{answer + 1}", f">{answer}>", f">{answer}<unk>", f">1{answer}", "")
+        cases = [(text, 1) for text in right] + [(text, 0) for text in wrong]
+        cases += [(f">{-answer}", 0)] if answer else []
         for response, reward in cases:
             result = scorer.score(RewardInput(prompt.text, response, prompt.row))
             assert (result.reward, result.correct, result.failed) == (reward, bool(reward), None), (prompt, response)
