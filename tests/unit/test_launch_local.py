@@ -32,7 +32,8 @@ class Launcher:
         )
         code = (
             f"import sys; from luspo_megatron.launch import local\n{extra}\n"
-            f"sys.exit(local.launch('fake_trainer', 'resolved.yaml', {world_size}, {str(folder / 'run')!r}, {{'MINE': 'x'}}))"
+            f"run = {str(folder / 'run')!r}\n"
+            f"sys.exit(local.launch('fake_trainer', 'resolved.yaml', {world_size}, run, {{'MINE': 'x'}}))"
         )
         env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
         path = os.pathsep.join([str(REPOSITORY), str(folder)])
@@ -107,7 +108,8 @@ def test_ranks_get_their_place_and_the_configuration(launcher, tmp_path):
     for rank in range(3):
         assert (tmp_path / f"place-{rank}").read_text() == f"{rank} 3 3 127.0.0.1 1 x --config resolved.yaml"
     assert len({(tmp_path / f"port-{rank}").read_text() for rank in range(3)}) == 1
-    assert [(tmp_path / f"run/logs/rank-{rank}.log").read_text() for rank in (1, 2)] == ["from rank 1\n", "from rank 2\n"]
+    logs = [(tmp_path / f"run/logs/rank-{rank}.log").read_text() for rank in (1, 2)]
+    assert logs == ["from rank 1\n", "from rank 2\n"]
 
 
 def test_logs_of_earlier_starts_are_kept(launcher, tmp_path):
