@@ -116,7 +116,8 @@ class ControllerClient:
             if "progress" in message:
                 if self._on_progress is not None:
                     with contextlib.suppress(Exception):  # a fault in a display must not end the run
-                        self._on_progress(**message["progress"])
+                        event = message["progress"]
+                        self._on_progress(event["phase"], event["done"], event["total"])
                 continue
             with self._lock:
                 future = self._waiting.pop(message["id"])

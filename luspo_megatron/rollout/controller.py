@@ -129,8 +129,8 @@ class Controller:
         """Draw and grade ``plan.samples`` responses per prompt. A chunk is graded while others are generated."""
         version = self.fleet.weight_version
         if version < self.least_version:
-            raise RunError(f"the run was resumed at weight version {self.least_version}, but the engines have {version}: "
-                           "push the weights before sampling")
+            raise RunError(f"the run was resumed at weight version {self.least_version}, but the engines have "
+                           f"{version}: push the weights before sampling")
         first_id = self.next_group_id if count_groups else 0
         groups = [Group(first_id + index, prompt, []) for index, prompt in enumerate(prompts)]
         if count_groups:
@@ -164,8 +164,8 @@ class Controller:
     def _to_sample(self, group: Group, sample_index: int, answer: Generation, version: int) -> Sample:
         span = (answer.weight_version_start, answer.weight_version_end)
         if span != (version, version):
-            raise RunError(f"a sample of group {group.group_id} was drawn under weight versions {span[0]} to {span[1]}, "
-                           f"expected {version}: the engine's weights are not the actor's")
+            raise RunError(f"a sample of group {group.group_id} was drawn under weight versions {span[0]} to "
+                           f"{span[1]}, expected {version}: the engine's weights are not the actor's")
         if len(answer.logprobs) != len(answer.response_ids):
             raise RunError(f"an engine gave {len(answer.logprobs)} log-probs for {len(answer.response_ids)} tokens")
         return Sample(

@@ -128,7 +128,8 @@ class Fleet:
 
     def _check_start(self, slot: Slot, deadline: float, last: str) -> None:
         if slot.process is not None and slot.process.returncode is not None:
-            raise RunError(f"{slot.name} could not start: {slot.process.describe_end()}")
+            kind = UserError if slot.process.returncode == UserError.exit_code else RunError
+            raise kind(f"{slot.name} could not start: {slot.process.describe_end()}")
         if time.monotonic() > deadline:
             end = slot.process.describe_end() if slot.process is not None else last
             raise RunError(f"{slot.name} was not healthy within rollout.start_timeout={self.config.start_timeout:g} s "

@@ -266,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dummy-weights", action="store_true", help="random weights instead of the folder's")
     parser.add_argument("--no-verify", action="store_true", help="do not read loaded weights back")
     parser.add_argument("--token", default="", help="default: the environment variable LUSPO_ENGINE_TOKEN")
-    parser.add_argument("--owned", action="store_true", help="end when standard input closes, and ignore SIGTERM and SIGINT")
+    parser.add_argument("--owned", action="store_true", help="end when standard input closes, not on signals")
     return parser
 
 

@@ -10,7 +10,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,8 +88,9 @@ def be_owned() -> None:
     """
 
     def watch() -> None:
-        with contextlib.suppress(OSError, ValueError):
-            while sys.stdin.buffer.read(4096):
+        # os.read, not sys.stdin: a thread inside the buffered reader aborts an interpreter that shuts down.
+        with contextlib.suppress(OSError):
+            while os.read(0, 4096):
                 pass
         os._exit(0)
 

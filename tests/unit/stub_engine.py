@@ -1,0 +1,82 @@
+"""An engine double as a process: the embedded engine's HTTP face without a model, to be killed and delayed.
+
+A response is a function of (prompt, seed, version) only. Environment: STUB_DELAY seconds per request; STUB_FAIL names
+a file: while it exists, /generate answers 500; STUB_START_FAIL: end at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from aiohttp import web
+
+from luspo_megatron.rollout.engine import EngineKind, EngineStart
+from luspo_megatron.rollout.hf_client import HfClient
+from luspo_megatron.rollout.processes import be_owned
+
+
+def respond(prompt: list[int], seed: int, version: int) -> dict[str, object]:
+    length = 1 + seed % 3
+    ids = [2 + (seed // 7 + i) % 10 for i in range(length)] + [1]
+    return {"response_ids": ids, "logprobs": [-0.5] * len(ids), "finish_reason": "stop",
+            "weight_version_start": version, "weight_version_end": version}
+
+
+async def serve(port_file: Path) -> None:
+    version, token = 0, os.environ["LUSPO_ENGINE_TOKEN"]
+    events: list[str] = []
+
+    @web.middleware
+    async def guard(request, handler):  # type: ignore[no-untyped-def]
+        if request.headers.get("Authorization") != f"Bearer {token}":
+            return web.json_response({"error": "token"}, status=401)
+        return await handler(request)
+
+    async def health(_: web.Request) -> web.Response:
+        return web.json_response({"name": "stub", "weight_version": version, "max_batch": 4, "max_requests": 1,
+                                  "status": "ready", "events": events})
+
+    async def generate(request: web.Request) -> web.Response:
+        body = await request.json()
+        await asyncio.sleep(float(os.environ.get("STUB_DELAY", "0")))
+        if Path(os.environ.get("STUB_FAIL", "/nonexistent")).exists():
+            return web.json_response({"error": "told to fail"}, status=500)
+        print(f"served {len(body['seeds'])}", flush=True)
+        return web.json_response(
+            [respond(p, s, version) for p, s in zip(body["prompts"], body["seeds"], strict=True)])
+
+    async def plain(request: web.Request) -> web.Response:
+        nonlocal version
+        events.append(request.path)
+        if request.path == "/resume":
+            version = (await request.json()).get("version", version)
+        return web.json_response({})
+
+    app = web.Application(middlewares=[guard])
+    app.router.add_get("/health", health)
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/{any}", plain)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    partial = port_file.with_suffix(".part")
+    partial.write_text(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    partial.replace(port_file)
+    await asyncio.Event().wait()
+
+
+def command(start: EngineStart) -> list[str]:
+    return [sys.executable, __file__, start.port_file]
+
+
+KIND = EngineKind("stub", HfClient, command)
+
+if __name__ == "__main__":
+    be_owned()
+    if os.environ.get("STUB_START_FAIL"):
+        print("the stub was told not to start", flush=True)
+        sys.exit(3)
+    asyncio.run(serve(Path(sys.argv[1])))
