@@ -224,7 +224,8 @@ def test_a_controller_that_dies_is_noticed_at_once_and_takes_its_engines_along(
 
 def test_a_controller_that_cannot_start_is_an_error_with_its_log(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"(?s)could not start.*exit code 1.*broken on purpose"):
-        ControllerClient.start("none", tmp_path, command=[sys.executable, "-c", "raise SystemExit('broken on purpose')"])
+        broken = [sys.executable, "-c", "raise SystemExit('broken on purpose')"]
+        ControllerClient.start("none", tmp_path, command=broken)
 
 
 def test_a_whole_step_with_the_embedded_engine_and_a_push(files: Path, tmp_path: Path) -> None:
