@@ -204,7 +204,8 @@ def test_engines_end_when_their_owner_is_killed(tmp_path: Path) -> None:
 
 
 def test_stop_kills_a_child_that_will_not_go_and_logs_are_never_overwritten(tmp_path: Path) -> None:
-    script = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
+    script = ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); "
+              "time.sleep(60)")
     log = next_log_path(tmp_path, "child")
     child = OwnProcess("child", [sys.executable, "-c", script], log)
     while "here" not in log.read_text():
