@@ -6,13 +6,15 @@ push.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,13 @@ from luspo_megatron.config import (
     RolloutConfig,
     RunConfig,
 )
-from luspo_megatron.config_io import save_config
+from luspo_megatron.config_io import load_config, save_config
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.rollout.client import ControllerClient
+from luspo_megatron.rollout.controller import Controller
 from luspo_megatron.rollout.engine import GenerateRequest
 from luspo_megatron.rollout.sampling import SamplingPlan, pass_rates, sample_seed
+from luspo_megatron.rollout.wire import group_from_dict
 from luspo_megatron.types import Prompt
 
 HERE = Path(__file__).parent
@@ -50,14 +54,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def stub_on_path() -> Iterator[None]:
-    """Child processes find stub_engine.py and grading_for_tests."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent.parent), before or ""])
-    yield
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    """Child processes find stub_engine.py and rollout_grading.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+        yield
 
 
 def write_config(files: Path, run_dir: Path, **rollout: Any) -> Path:
@@ -78,6 +78,20 @@ def write_config(files: Path, run_dir: Path, **rollout: Any) -> Path:
 
 def start(files: Path, run_dir: Path, **rollout: Any) -> ControllerClient:
     return ControllerClient.start(write_config(files, run_dir, **rollout), run_dir)
+
+
+def in_process(files: Path, run_dir: Path, body: Callable[[Controller], Awaitable[None]], **rollout: Any) -> None:
+    """The controller itself, without the process around it."""
+
+    async def run() -> None:
+        config = load_config(Config, ["--config", str(write_config(files, run_dir, **rollout))])
+        controller = await Controller.build(config, run_dir)
+        try:
+            await body(controller)
+        finally:
+            await controller.close()
+
+    asyncio.run(run())
 
 
 def tokens(groups: Any) -> list[Any]:
@@ -104,9 +118,13 @@ def test_batches_are_graded_numbered_and_the_same_after_a_resume(files: Path, tm
             assert sample.response_text and "<eos>" not in sample.response_text
     assert progress[0] == ("rollout", 0, 24) and progress[-1] == ("rollout", 24, 24)
     assert group_seeds_differ(batches)
-    with start(files, tmp_path / "b") as client:  # one engine instead of two: who serves changes nothing
-        client.load_state(state)
-        assert tokens(client.next_batch(2)) == tokens(batches[2])
+
+    async def resumed(controller: Controller) -> None:
+        await controller.load_state(state)
+        answer = await controller.next_batch(2)
+        assert tokens(map(group_from_dict, answer["groups"])) == tokens(batches[2])
+
+    in_process(files, tmp_path / "b", resumed)  # one engine instead of two: who serves changes nothing
 
 
 def group_seeds_differ(batches: list[Any]) -> bool:
@@ -115,40 +133,61 @@ def group_seeds_differ(batches: list[Any]) -> bool:
 
 
 def test_resumed_run_must_push_before_it_samples(files: Path, tmp_path: Path) -> None:
-    with start(files, tmp_path) as client:
-        client.load_state({**client.state(), "weight_version": 4})
+    async def body(controller: Controller) -> None:
+        await controller.load_state({**await controller.state(), "weight_version": 4})
         with pytest.raises(RunError, match="resumed at weight version 4.*push the weights"):
-            client.next_batch(3)
-        status = client.weights_status()
-        assert (status.version, status.num_workers, status.needs_connect) == (0, 1, True)
-        client.connect_weights("127.0.0.1", 1, 0, (0,), world_size=2).result(10)
-        client.update_weights_async({"version": 4, "buckets": []}).result(10)
-        assert {s.weight_version_start for g in client.next_batch(3) for s in g.samples} == {4}
-        assert client.weights_status().needs_connect is False
+            await controller.next_batch(3)
+        status = await controller.weights_status()
+        assert status == {"version": 0, "num_workers": 1, "needs_connect": True, "generation": -1}
+        await controller.connect_weights("127.0.0.1", 1, 0, [0], 2, 5.0)
+        await controller.update_weights({"version": 4, "buckets": []})
+        groups = (await controller.next_batch(3))["groups"]
+        assert {s["weight_version_start"] for g in groups for s in g["samples"]} == {4}
+        assert (await controller.weights_status())["needs_connect"] is False
+        controller.fleet.weight_version = controller.fleet.slots[0].weight_version = 5  # an engine that lags behind
+        with pytest.raises(RunError, match="versions 4 to 4, expected 5"):
+            await controller.next_batch(4)
+
+    in_process(files, tmp_path, body)
 
 
 def test_dynamic_sampling_replaces_groups_without_signal(files: Path, tmp_path: Path) -> None:
-    with start(files, tmp_path, dynamic_sampling=True, group_size=2, max_extra_rounds=8) as client:
-        groups = client.next_batch(0)
-        statistics = client.statistics
-    assert len(groups) == 6 and statistics["dynamic_filled"] == 0
-    assert all(len({s.reward for s in group.samples}) == 2 for group in groups)
-    assert statistics["dynamic_dropped"] == statistics["rollout_prompts"] - 6 > 0
-    assert 1 <= statistics["dynamic_rounds"] <= 8
-    with start(files, tmp_path, dynamic_sampling=True, group_size=2, max_extra_rounds=0) as client:
-        assert len(client.next_batch(0)) == 6 and client.statistics["dynamic_filled"] > 0
+    async def enough(controller: Controller) -> None:
+        answer = await controller.next_batch(0)
+        groups, statistics = list(map(group_from_dict, answer["groups"])), answer["statistics"]
+        assert len(groups) == 6 and statistics["dynamic_filled"] == 0
+        assert all(len({s.reward for s in group.samples}) == 2 for group in groups)
+        assert statistics["dynamic_dropped"] == statistics["rollout_prompts"] - 6 > 0
+        assert 1 <= statistics["dynamic_rounds"] <= 8
+        # Out of rounds: a step keeps its size, with groups whose advantages are 0.
+        controller.config = dataclasses.replace(
+            controller.config, rollout=dataclasses.replace(controller.config.rollout, max_extra_rounds=0))
+        answer = await controller.next_batch(0)
+        assert len(answer["groups"]) == 6 and answer["statistics"]["dynamic_filled"] > 0
+
+    in_process(files, tmp_path, enough, dynamic_sampling=True, group_size=2, max_extra_rounds=8)
 
 
 def test_evaluation_counts_and_leaves_the_run_alone(files: Path, tmp_path: Path) -> None:
-    with start(files, tmp_path) as client:
-        before = client.state()
-        result = client.evaluate(samples=4, temperature=1.0, greedy=True, size=0, seed=9)
-        assert client.evaluate(samples=4, temperature=1.0, greedy=True, size=0, seed=9) == result
-        small = client.evaluate(samples=2, temperature=1.0, greedy=False, size=5, seed=9)
-        assert client.state() == before
-    assert result["n"] == 12 and small["n"] == 5 and "greedy" not in small
-    assert 0 < result["pass_at_1"] < 1 and result["pass_at_1"] <= result["pass_at_k"]
-    assert 2 <= result["mean_length"] <= 4 and result["truncated"] == 0
+    async def body(controller: Controller) -> None:
+        before = await controller.state()
+        result = await controller.evaluate(samples=4, temperature=1.0, greedy=True, size=0, seed=9)
+        assert await controller.evaluate(samples=4, temperature=1.0, greedy=True, size=0, seed=9) == result
+        small = await controller.evaluate(samples=2, temperature=1.0, greedy=False, size=5, seed=9)
+        assert await controller.state() == before
+        assert result["n"] == 12 and small["n"] == 5 and "greedy" not in small
+        assert 0 < result["pass_at_1"] < 1 and result["pass_at_1"] <= result["pass_at_k"]
+        assert 2 <= result["mean_length"] <= 4 and result["truncated"] == 0
+
+    in_process(files, tmp_path, body)
+
+
+def test_the_control_plane_imports_neither_torch_nor_megatron() -> None:
+    code = ("import sys, luspo_megatron.rollout.controller_server, luspo_megatron.rollout.client; "
+            "luspo_megatron.rollout.engine.load_engine_kind('hf'); "
+            "sys.exit(' '.join({'torch', 'megatron', 'transformers'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == ""
 
 
 def test_pass_rates_by_hand() -> None:
@@ -180,18 +219,21 @@ def test_mistakes_come_back_as_user_errors(files: Path, tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("train.jsonl", "nowhere.jsonl"))
     with pytest.raises(UserError, match="nowhere.jsonl"):
         ControllerClient.start(path, tmp_path)
+
+
+def test_mistakes_in_engine_and_model_are_user_errors(files: Path, tmp_path: Path) -> None:
+    async def nothing(_: Controller) -> None:
+        raise AssertionError("the controller started")
+
     with pytest.raises(UserError, match="not supported yet"):
-        start(files, tmp_path / "b", engine="vllm")
-    path = write_config(files, tmp_path / "c", engine="hf")
-    text = path.read_text()
-    config = files / "model"
-    other = tmp_path / "empty"
-    other.mkdir()
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (other / name).write_bytes((config / name).read_bytes())
-    path.write_text(text.replace(str(config), str(other)))
+        in_process(files, tmp_path / "b", nothing, engine="vllm")
+    other = tmp_path / "bare"
+    (other / "model").mkdir(parents=True)
+    jsons = ("config", "tokenizer", "tokenizer_config")
+    for name in ("train.jsonl", "eval.jsonl", *(f"model/{name}.json" for name in jsons)):
+        (other / name).write_bytes((files / name).read_bytes())
     with pytest.raises(UserError, match=r"(?s)engine-0 could not start.*no \*\.safetensors"):
-        ControllerClient.start(path, tmp_path / "c")
+        in_process(other, tmp_path / "c", nothing, engine="hf")
 
 
 def test_a_controller_that_dies_is_noticed_at_once_and_takes_its_engines_along(
@@ -224,8 +266,7 @@ def test_a_controller_that_dies_is_noticed_at_once_and_takes_its_engines_along(
 
 def test_a_controller_that_cannot_start_is_an_error_with_its_log(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"(?s)could not start.*exit code 1.*broken on purpose"):
-        broken = [sys.executable, "-c", "raise SystemExit('broken on purpose')"]
-        ControllerClient.start("none", tmp_path, command=broken)
+        ControllerClient.start("none", tmp_path, command=[sys.executable, "-c", "exit('broken on purpose')"])
 
 
 def test_a_whole_step_with_the_embedded_engine_and_a_push(files: Path, tmp_path: Path) -> None:
@@ -256,4 +297,3 @@ def check(groups: Any, model: Any, version: int) -> None:
         assert sample.weight_version_start == sample.weight_version_end == version
         expected = reference_logprobs(model, sample.prompt_ids, sample.response_ids, 1.0)
         assert sample.rollout_logprobs == pytest.approx(expected, abs=1e-6)
-    assert dataclasses.is_dataclass(groups[0])
