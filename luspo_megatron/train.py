@@ -20,7 +20,9 @@ from luspo_megatron.types import Group
 
 
 def main(config: Config) -> int:
-    return run.start("luspo_megatron.train", config, config.run.dir, config.parallel.world_size, train)
+    from luspo_megatron.preflight import check_train
+
+    return run.start("luspo_megatron.train", config, config.run.dir, config.parallel.world_size, train, check_train)
 
 
 def train(config: Config) -> None:
