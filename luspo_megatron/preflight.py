@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from luspo_megatron.config import Config, ModelConfig, SftConfig
+from luspo_megatron.config import Config, EvalCommandConfig, ModelConfig, SftConfig
 from luspo_megatron.data.records import column, read_records
 from luspo_megatron.errors import UserError
 from luspo_megatron.run import resume_from
@@ -33,6 +33,14 @@ def check_sft(config: SftConfig) -> None:
     resume_from(config.run.dir, config.run.resume)
     data = config.data
     _first_row("data.path", data.path, {"data.prompt_key": data.prompt_key, "data.response_key": data.response_key})
+    check_weights(config.model.hf)
+
+
+def check_eval(config: EvalCommandConfig) -> None:
+    """The same for `luspo eval`; `config.model` names the folder that engines start from."""
+    data = config.data
+    _first_row("data.eval_prompts", data.eval_prompts,
+               {"data.prompt_key": data.prompt_key, "data.answer_key": data.answer_key})
     check_weights(config.model.hf)
 
 

@@ -85,7 +85,7 @@ def quiet_libraries() -> None:
 
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    for name in ("megatron", "torch.distributed"):
+    for name in ("megatron", "torch.distributed", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -123,11 +123,22 @@ def lone_actor(checkpoint: Path) -> tuple[Any, ModelConfig]:
     from luspo_megatron.parallel import ParallelLayout
 
     quiet_libraries()
-    model = ModelConfig(**checkpoints.read_state(checkpoint)["model"])
+    model = model_of(checkpoint)
     ranks = join(ParallelLayout(), seed=0, store=dist.HashStore(), rank=0)
     actor = build_actor(ranks, model, ParallelConfig(), OptimizerConfig(), BatchConfig(), trainable=False, weights="")
     checkpoints.load(actor, checkpoint, with_optimizer=False)
     return actor, model
+
+
+def model_of(checkpoint: Path) -> ModelConfig:
+    """What a checkpoint was trained from; its Hugging Face folder must still be there (config and tokenizer)."""
+    from luspo_megatron.actor.checkpoint import read_state
+
+    model = ModelConfig(**read_state(checkpoint)["model"])
+    if not (Path(model.hf) / "config.json").is_file():
+        raise UserError(f"{checkpoint}: the model that it was trained from, {model.hf}, is not there (no config.json); "
+                        "put it back, or run the command where this path is right")
+    return model
 
 
 def stop_agreed(ranks: Any) -> bool:

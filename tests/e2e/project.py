@@ -42,6 +42,9 @@ class Project:
         self.folder = folder
         self.model = save_model(folder / "model", kind, layers=2)
         write_tokenizer(self.model)
+        # many ids end a response, so that the lengths of a random policy's responses differ
+        path = self.model / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, *range(20, VOCAB, 10)]}))
         rows = [{"prompt": f"{i}+{i % 7}=", "answer": str(i + i % 7)} for i in range(46)]
         self.prompts = self._write("prompts.jsonl", rows[:40])
         self.heldout = self._write("heldout.jsonl", rows[40:])

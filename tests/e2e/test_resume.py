@@ -23,6 +23,7 @@ STEPS = 6
 
 def test_the_straight_run_learns_something_and_counts_on(straight: Run) -> None:
     metrics = rows(straight.dir)
+    assert all(2 < row["response_length_mean"] < 11 for row in metrics), "lengths must differ for the loss to weigh"
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert [row["weight_version"] for row in metrics] == [2, 3, 4, 5, 6, 7]
     assert all(row["num_updates"] == 2 and row["gradient_norm"] > 1e-3 for row in metrics)
@@ -79,8 +80,8 @@ def test_resume_under_another_layout(project: Project, straight: Run, tmp_path: 
     want, got = rows(straight.dir), rows(run_dir)
     assert untimed(got[:3]) == untimed(want[:3])
     assert [row["weight_version"] for row in got] == [row["weight_version"] for row in want]
-    assert abs(want[3]["loss"]) > 1e-6
-    assert got[3]["loss"] == pytest.approx(want[3]["loss"], rel=1e-5, abs=1e-9)
+    assert abs(want[3]["loss"]) > 1e-2
+    assert got[3]["loss"] == pytest.approx(want[3]["loss"], rel=1e-5)
     assert all(row["logprob_max_diff"] <= 1e-5 for row in got)
     ours, theirs = rows(run_dir, "samples.jsonl"), rows(straight.dir, "samples.jsonl")
     assert [(r["prompt"], r["group_id"], r["weight_version"]) for r in ours] == \
