@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from luspo_megatron.actor.groups import Ranks
 from luspo_megatron.config import Config
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.report.environment import write_environment
 from luspo_megatron.report.html import write_report
 from luspo_megatron.report.metrics import MetricSinks
@@ -180,7 +180,7 @@ class Desk:
             checkpoint=str(self._saved) if self._saved else None, export=str(export) if export else None,
             prompts=config.data.eval_prompts or None, report=str(run_dir / "report.html"),
             metrics=str(run_dir / "metrics.jsonl"),
-            resume_command=None if finished else f"luspo train --config {run_dir / 'config.yaml'}",
+            resume_command=None if finished else resume_command("train", run_dir),
             warnings=self._progress.warnings)
         write_summary(run_dir, summary)
         write_report(run_dir)

@@ -66,7 +66,8 @@ def join_ranks(model: ModelConfig, parallel: ParallelConfig, seed: int) -> Any:
 
 
 def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig,
-                batch: BatchConfig, *, temperature: float = 1.0, trainable: bool = True, weights: str | None = None) -> Any:
+                batch: BatchConfig, *, temperature: float = 1.0, trainable: bool = True,
+                weights: str | None = None) -> Any:
     """The actor with the weights of `weights` (default: model.hf; empty: left as built)."""
     from luspo_megatron.actor.actor import Actor
     from luspo_megatron.weights.architecture import read_architecture

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,8 @@ def sft(config: SftConfig) -> None:
                 progress.message(f"saved {saved}")
         if stopping and step < steps:
             if progress is not None:
-                progress.message(f"stopped after step {step}; to go on: luspo sft --config {config.run.dir}/config.yaml")
+                command = run.resume_command("sft", config.run.dir)
+                progress.message(f"stopped after step {step}; to go on: {command}")
             break
     else:
         if config.checkpoint.export_at_end:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from luspo_megatron import run
-from luspo_megatron.config import Config
+from luspo_megatron.config import Config, SftConfig
 from luspo_megatron.launch.stop import install as install_stop
 from luspo_megatron.types import Group
 
@@ -133,7 +133,7 @@ def front_desk(config: Config, ranks: Any, state: dict[str, Any], resumed: bool,
     return Desk(config, ranks, state, resumed=resumed, began=began)
 
 
-def export_policy(config: Config, actor: Any, ranks: Any) -> Path:
+def export_policy(config: Config | SftConfig, actor: Any, ranks: Any) -> Path:
     """<run>/export, anew."""
     import shutil
 

@@ -1,4 +1,4 @@
-"""The actor's shards -> a Hugging Face folder: sharded safetensors with an index, config and tokenizer carried along."""
+"""The actor's shards -> a Hugging Face folder: sharded safetensors with an index; config and tokenizer are copied."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from luspo_megatron.actor.groups import Ranks
 from luspo_megatron.errors import UserError
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.weights.gather import ShardGatherer
 from luspo_megatron.weights.plan import plan_sync
 from luspo_megatron.weights.table import WeightTable
@@ -36,7 +36,7 @@ def export_hf(gpt: Any, table: WeightTable, ranks: Ranks, *, source_folder: str 
     ranks.broadcast(None)
     element = getattr(torch, dtype)
     plan = plan_sync(table, ranks.layout, dtype, shard_bytes)
-    gatherer = ShardGatherer(gpt, table, ranks.layout, ranks.rank)
+    gatherer = ShardGatherer(gpt, table, ranks)
     numbers = {id(unit): i for i, unit in enumerate(plan.units)}
     weight_map: dict[str, str] = {}
     for unit, tensors in gatherer.walk(plan, element):

@@ -66,9 +66,7 @@ class HfCheckpoint:
 
 def local_parameters(gpt: Any, table: WeightTable, layout: ParallelLayout, rank: int) -> Iterator[tuple[Entry, Tensor]]:
     """(global entry, local shard) of every parameter of the unwrapped GPTModel of this rank."""
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    layer_offset = get_transformer_layer_offset(gpt.config)
+    layer_offset = layout.dense_coordinate(rank)["pp"] * (table.arch.num_layers // layout.pp)
     local_experts = table.arch.num_experts // layout.ep
     expert_offset = layout.expert_coordinate(rank)["ep"] * local_experts
     for name, parameter in gpt.named_parameters():
