@@ -252,7 +252,7 @@ def _eval(config: Config | EvalCommandConfig) -> Iterator[Violation]:
 
 def _facts(model: ModelConfig, facts: Architecture | None) -> tuple[Architecture | None, list[Violation]]:
     """Given facts, else those of model.hf, else what is wrong with its config.json (its absence is check_model's)."""
-    if facts is not None or not (Path(model.hf) / "config.json").is_file():
+    if facts is not None or not model.hf or not (Path(model.hf) / "config.json").is_file():
         return facts, []
     try:
         return read_architecture(model.hf, model.family), []

@@ -20,7 +20,9 @@ LINES = 10  # progress lines over a whole run
 
 
 def main(config: SftConfig) -> int:
-    return run.start("luspo_megatron.sft", config, config.run.dir, config.parallel.world_size, sft)
+    from luspo_megatron.preflight import check_sft
+
+    return run.start("luspo_megatron.sft", config, config.run.dir, config.parallel.world_size, sft, check_sft)
 
 
 def sft(config: SftConfig) -> None:
@@ -47,6 +49,8 @@ def sft(config: SftConfig) -> None:
         state |= checkpoint.load(actor, found)
     first, steps = state["step"], config.run.steps
     shown = ranks.rank == 0
+    if shown:
+        run.save_settings(config, config.run.dir)
     progress = Progress(max(0, steps - first), run_dir=config.run.dir) if shown else None
     sinks = MetricSinks(config.run.dir, config.run.tensorboard, first if found else None) if shown else None
     if progress is not None:

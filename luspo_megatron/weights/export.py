@@ -25,12 +25,15 @@ CARRIED = ("config.json", "generation_config.json", "tokenizer*", "vocab*", "mer
 
 def export_hf(gpt: Any, table: WeightTable, ranks: Ranks, *, source_folder: str | Path, out: str | Path, dtype: str,
               shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes to `out` (created anew, complete or absent). Each source rank writes the tensors that it gathers."""
+    """Writes to `out`, which must not be there or be empty, and is complete or as it was.
+
+    Each source rank writes the tensors that it gathers.
+    """
     out = Path(out)
     partial = out.with_name(out.name + ".partial")
     if ranks.rank == 0:
-        if out.exists():
-            raise UserError(f"{out}: already exists; choose another folder or remove it")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out}: is there already and not an empty folder; choose another one or remove it")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     ranks.broadcast(None)
