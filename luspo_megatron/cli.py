@@ -52,11 +52,18 @@ def export(argv: Sequence[str]) -> int:
     return _call("luspo_megatron.export", config)
 
 
+def plan(argv: Sequence[str]) -> int:
+    """Check a configuration and show what it takes (ranks, batches, memory, sync, time), without a GPU."""
+    module = importlib.import_module("luspo_megatron.planning.plan")
+    return int(module.main(argv))
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sft": sft,
     "eval": evaluate,
     "export": export,
+    "plan": plan,
 }
 
 
