@@ -23,7 +23,6 @@ from luspo_megatron.config import Config
 from luspo_megatron.config_checks_rollout import Violation
 from luspo_megatron.config_io import load_config
 from luspo_megatron.errors import UserError
-from luspo_megatron.model_facts import ModelFacts, read_model_facts
 from luspo_megatron.parallel import ParallelLayout
 from luspo_megatron.planning import work
 from luspo_megatron.planning.batches import BatchPlan, batch_plan, draw_lengths, parse_percentiles
@@ -31,7 +30,7 @@ from luspo_megatron.planning.engines import EngineMemory, engine_memory
 from luspo_megatron.planning.memory import MARGIN, TrainerMemory, trainer_memory
 from luspo_megatron.planning.sizes import StageSizes, stage_sizes, whole_model
 from luspo_megatron.planning.text import render
-from luspo_megatron.weights.architecture import read_architecture
+from luspo_megatron.weights.architecture import Architecture, read_architecture
 from luspo_megatron.weights.plan import SyncPlan, plan_sync
 from luspo_megatron.weights.table import WeightTable
 
@@ -77,7 +76,7 @@ def make_plan(config: Config, machine: Machine) -> dict[str, Any]:
     if facts is None or any(v.flag.startswith(("--parallel.", "--model.hf")) for v in found):
         return plan
     try:
-        table = WeightTable(read_architecture(config.model.hf))
+        table = WeightTable(facts)
         plan |= _details(config, machine, table, nodes, gpus, notes)
     except UserError as error:
         plan["violations"].append(str(error))
@@ -107,12 +106,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _violations(config: Config) -> tuple[list[Violation], list[str], ModelFacts | None]:
+def _violations(config: Config) -> tuple[list[Violation], list[str], Architecture | None]:
     """(violations, notes on absent files, facts)."""
     facts = None
     found: list[Violation] = []
     try:
-        facts = read_model_facts(config.model.hf) if config.model.hf else None
+        facts = read_architecture(config.model.hf) if config.model.hf else None
     except UserError as error:
         found.append(Violation("--model.hf", config.model.hf, str(error)))
     notes = []
@@ -148,7 +147,7 @@ def _nodes(config: Config, machine: Machine, found: list[Violation]) -> tuple[in
 
 def _details(config: Config, machine: Machine, table: WeightTable, nodes: int, gpus: int,
              notes: list[str]) -> dict[str, Any]:
-    layout = config_checks.resolve_layout(config.parallel, read_model_facts(config.model.hf))
+    layout = config_checks.resolve_layout(config.parallel, table.arch)
     sizes = stage_sizes(table, layout, distributed_optimizer=config.parallel.distributed_optimizer,
                         frozen_router=config.model.trainable == "no_router")
     prompt = machine.prompt_tokens or max(1, config.data.max_prompt_tokens // 4)
