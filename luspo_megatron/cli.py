@@ -58,12 +58,21 @@ def plan(argv: Sequence[str]) -> int:
     return int(module.main(argv))
 
 
+def doctor(argv: Sequence[str]) -> int:
+    """Look at this machine and, with flags of luspo train, at a configuration's model, data and reward."""
+    words = ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
+    config = load_config(Config, words, prog="luspo doctor", description=_summary(doctor)) if words else None
+    module = importlib.import_module("luspo_megatron.doctor.main")
+    return int(module.main(config))
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sft": sft,
     "eval": evaluate,
     "export": export,
     "plan": plan,
+    "doctor": doctor,
 }
 
 

@@ -32,9 +32,11 @@ def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable
     if local.under_launcher():
         environment.adopt()
         return guarded(run, config)
-    check(config)
     settings = getattr(config, "launch", LaunchConfig())
-    if slurm.wanted(settings):
+    by_slurm = slurm.wanted(settings)
+    if not (by_slurm and slurm.is_dry()):
+        check(config)
+    if by_slurm:
         return slurm.launch(module, config, world_size, run_dir, settings)
     with tempfile.TemporaryDirectory(prefix="luspo-") as folder:
         path = Path(folder) / "config.yaml"

@@ -1,6 +1,6 @@
 """A rank of a dry run (LUSPO_DRY_RUN=1): everything of a launch but the model, without torch.
 
-Every rank reads the configuration, looks for its GPU, writes to the run folder's log, and reports to rank 0 at the
+Every rank looks for its GPU, opens its log in the run folder, and reports to rank 0 at the
 master's address and port, as the real ranks would. Rank 0 prints who is where and ends when all have come. So wrong
 node lists, unreachable masters, double rank numbers and missing mounts show in seconds.
 
@@ -28,20 +28,20 @@ SECONDS = 120.0  # within which all ranks must have reported
 
 
 def main(argv: list[str]) -> int:
-    config = load_config(Config, argv)
-    layout = resolve_layout(config.parallel, model_facts(config.model))
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     me = {"rank": rank, "local_rank": int(os.environ["LOCAL_RANK"]),
           "node": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-          "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""), "writes": os.access(Path(config.run.dir), os.W_OK)}
-    if world != layout.world_size:
-        raise RunError(f"{world} processes were started for a layout of {layout.world_size}")
+          "gpus": os.environ.get("CUDA_VISIBLE_DEVICES", ""), "writes": os.access(Path(argv[-1]).parent, os.W_OK)}
     print(json.dumps(me), flush=True)
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     deadline = time.monotonic() + SECONDS
     if rank:
         _report(address, me, deadline)
         return 0
+    config = load_config(Config, argv)
+    layout = resolve_layout(config.parallel, model_facts(config.model))
+    if world != layout.world_size:
+        raise RunError(f"{world} processes were started for a layout of {layout.world_size}")
     print("\n".join(_table(_collect(address[1], me, world, deadline), layout)), flush=True)
     return 0
 

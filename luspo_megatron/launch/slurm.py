@@ -56,6 +56,11 @@ def wanted(settings: LaunchConfig, environ: Mapping[str, str] | None = None) -> 
     return settings.launcher == "slurm" or (settings.launcher == "auto" and inside)
 
 
+def is_dry() -> bool:
+    """Whether the ranks are only to find each other: everything but the model."""
+    return os.environ.get(DRY) == "1"
+
+
 def launch(module: str, config: Any, world_size: int, run_dir: str, settings: LaunchConfig) -> int:
     """Run ``python -m module --config FILE`` as ``world_size`` ranks of this allocation; returns the exit code."""
     nodes = allocation.expand_nodes(os.environ.get("SLURM_JOB_NODELIST", os.environ.get("SLURM_NODELIST", "")))
@@ -65,7 +70,7 @@ def launch(module: str, config: Any, world_size: int, run_dir: str, settings: La
     start = start_number(folder, world_size)
     path = folder / (f"config.{start}.yaml" if start else "config.yaml")
     save_config(config, path)
-    if os.environ.get(DRY) == "1":
+    if is_dry():
         module = "luspo_megatron.launch.dry"
     job = Job(split, folder, start, settings)
     return job.run([sys.executable, "-m", "luspo_megatron.launch.rank", module, "--config", str(path)], world_size)

@@ -1,8 +1,8 @@
-"""Loaded by every Python process of a test job (it is on PYTHONPATH): sends a signal while a given phase runs.
+"""Loaded by every Python process of a test job (it is on PYTHONPATH): makes things happen at a given moment.
 
-PHASE_SIGNALS names a JSON file: [[step, phase, command], ...]. Each entry acts once over all starts of the job, from
-rank 0, inside the phase, and the phase goes on a while afterwards. Nothing of the program is replaced: the progress
-phase of the trainer's desk is only looked at.
+PHASE_SIGNALS names a JSON file, [[step, phase, command], ...]: each command runs once over all starts of the job, on rank
+0, inside that phase. DIE_AS_RANK: that rank says so and dies when it joins the others. Nothing of the program is
+replaced: the trainer's progress phases are looked at from outside.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import sys
 import time
 
 PATH = os.environ.get("PHASE_SIGNALS", "")
+DOOMED = os.environ.get("DIE_AS_RANK", "")
 
 
 def _act(step, name):
@@ -29,7 +30,7 @@ def _act(step, name):
             time.sleep(0.5)
 
 
-def _wrap(module):
+def _watch_phases(module):
     phase = module.Desk.phase
 
     @contextlib.contextmanager
@@ -42,20 +43,30 @@ def _wrap(module):
     module.Desk.phase = watched
 
 
+def _die(module):
+    if os.environ.get("SLURM_PROCID") == DOOMED and "SLURM_STEP_ID" in os.environ:
+        print("this rank dies now", file=sys.stderr, flush=True)
+        os._exit(9)
+
+
+WATCHED = {**({"luspo_megatron.desk": _watch_phases} if PATH else {}),
+           **({"luspo_megatron.actor.actor": _die} if DOOMED else {})}
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
-        if fullname != "luspo_megatron.desk":
+        if fullname not in WATCHED:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            _wrap(module)
+            WATCHED[fullname](module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-if PATH:
+if WATCHED:
     sys.meta_path.insert(0, _Finder())
