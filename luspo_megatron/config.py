@@ -253,8 +253,8 @@ class EvalConfig:
 @dataclass(frozen=True)
 class LaunchConfig:
     launcher: Literal["auto", "local", "slurm"] = "auto"
-    """Who starts the ranks: this program (local), srun from inside an allocation (slurm), or slurm in a batch script and
-    local elsewhere (auto). Under torchrun, mpirun or srun the ranks are there already and this has no say."""
+    """Who starts the ranks: this program (local), srun from inside an allocation (slurm), or slurm in a batch script
+    and local elsewhere (auto). Under torchrun, mpirun or srun the ranks are there already and this has no say."""
     gpus_per_node: int = 8
     """GPUs (trainer ranks) of a node; a run of fewer ranks takes one node."""
     engine_nodes: int = 0

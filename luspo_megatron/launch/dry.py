@@ -88,7 +88,8 @@ def _table(found: list[dict[str, Any]], layout: ParallelLayout) -> list[str]:
     for node, ones in nodes.items():
         ranks = [one["rank"] for one in ones]
         write = "" if all(one["writes"] for one in ones) else "; CANNOT WRITE to the run folder"
-        lines.append(f"  {node}: ranks {min(ranks)}-{max(ranks)} ({len(ranks)}), GPUs {ones[0]['gpus'] or 'none'}{write}")
+        gpus = ones[0]["gpus"] or "none"
+        lines.append(f"  {node}: ranks {min(ranks)}-{max(ranks)} ({len(ranks)}), GPUs {gpus}{write}")
     return lines
 
 

@@ -1,10 +1,12 @@
-"""One rank of a run that this program has started: ``python -m luspo_megatron.launch.rank MODULE --config FILE`` runs MODULE as ``__main__``.
+"""One rank of a run that this program has started: ``python -m luspo_megatron.launch.rank MODULE --config FILE``
+runs MODULE as ``__main__``.
 
 Before the module is imported (torch takes seconds) it makes the process safe to own: the request to stop is heeded from
 the first moment (launch/stop.py), and the rank with all its children dies when the launcher dies, however it dies. The
-second is done, on this machine, by a pipe whose other end only the launcher holds: the kernel closes it with the launcher, a thread
-here sees the end of file and kills its own process group. Unlike PR_SET_PDEATHSIG this reaches the children too. Under
-srun (launch/slurm.py) Slurm does it; there the rank finds its place in the environment and opens its own log.
+second is done, on this machine, by a pipe whose other end only the launcher holds: the kernel closes it with the
+launcher, a thread here sees the end of file and kills its own process group. Unlike PR_SET_PDEATHSIG this reaches the
+children too. Under srun (launch/slurm.py) Slurm does it; there the rank finds its place in the environment and opens
+its own log.
 """
 
 from __future__ import annotations

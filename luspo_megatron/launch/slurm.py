@@ -114,7 +114,8 @@ class Job:
             "rank-0", "rank-{rank}", 1), MARK: str(mark)}
         env.setdefault("OMP_NUM_THREADS", "1")
         self._say(f"job {os.environ['SLURM_JOB_ID']}, start {self.start + 1}: {world_size} ranks on "
-                  f"{', '.join(self.split.trainers)}; master {env['MASTER_ADDR']}:{env['MASTER_PORT']}; logs {self.folder}")
+                  f"{', '.join(self.split.trainers)}; master {env['MASTER_ADDR']}:{env['MASTER_PORT']}; logs "
+                  f"{self.folder}")
         if self.split.engines:
             self._say(f"engines on {', '.join(self.split.engines)}")
         with self._signals(), contextlib.ExitStack() as stack:

@@ -17,12 +17,12 @@ Activations of one layer, kept for the backward, local layer spec (`unfused`) | 
                  heads, output) and the input of the output projection
     experts      p r (h + 5f)                     input, gate and up, silu, two products
     dense MLP    4 p T f
-    full recomputation keeps p t h a layer, and one whole layer while it is being recomputed; selective gives back what
-    attention keeps (4 p T q | p T (2q + 2k)).
+    full recomputation keeps p t h a layer, and one whole layer while it is being recomputed; selective gives back
+    what attention keeps (4 p T q | p T (2q + 2k)).
 A pipeline stage s of pp holds min(pp - s, micro-batches) of them (1F1B). The last stage adds a norm. On top comes the
 larger of two moments of the backward:
-    loss stage   T h (2p + 8) + chunk bytes + p V h     rows gathered, their gradients, two logits buffers, head gradient
-    a layer      p r (2h + 3f) for experts, p T 3f dense: gradients between its operations; first stage also p V h
+    loss stage   T h (2p + 8) + 2 chunk bytes + p V h   rows gathered, their gradients, logits, the gradient of the head
+    a layer      p r (2h + 3f) experts, 3 p T f dense   gradients between its operations; the first stage also p V h
 The loss stage runs over all T rows: responses are nearly all of a long sample.
 
 Left out: the allocator's fragmentation and the CUDA context, NCCL's buffers and cuBLAS workspaces. They are the margin

@@ -3,8 +3,8 @@
 The shapes are the weight table's, so they are those that loading and weight sync use. The padding is that of
 megatron-core 0.19's distributed optimizer (optimizer/param_layout.py, one bucket per buffer, because gradients are not
 reduced in overlap): each parameter starts at a multiple of 64 elements, each buffer ends at a multiple of
-lcm(data-parallel size, 128). Dense and expert parameters have buffers of their own. All tensor- and expert-parallel ranks
-of a stage hold the same numbers.
+lcm(data-parallel size, 128). Dense and expert parameters have buffers of their own. All tensor- and expert-parallel
+ranks of a stage hold the same numbers.
 
     padded(buffer) = ceil(... ceil(ceil(n1, 64) + n2, 64) ... + nk, lcm(dp, 128))
 """

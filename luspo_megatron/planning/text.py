@@ -36,8 +36,8 @@ def _model(plan: dict[str, Any]) -> Iterator[str]:
            f"tensors, {model['active_parameters'] / 1e9:.2f} B used by a token")
     sizes = " ".join(f"{name.upper()}{layout[name]}" for name in ("tp", "pp", "cp", "dp", "ep", "etp"))
     engines = f" + {layout['engine_nodes']} engine nodes" if layout["engine_nodes"] else ""
-    yield (f"layout    {layout['world_size']} ranks on {layout['nodes']} nodes x {layout['gpus_per_node']} GPUs{engines}: "
-           f"{sizes} (experts: DP{layout['edp']})")
+    yield (f"layout    {layout['world_size']} ranks on {layout['nodes']} nodes x {layout['gpus_per_node']} GPUs"
+           f"{engines}: {sizes} (experts: DP{layout['edp']})")
 
 
 def _span(pair: tuple[int, int]) -> str:
@@ -82,13 +82,13 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
 def _sync(sync: dict[str, Any]) -> Iterator[str]:
     low, high = sync["bytes_of_source"]
     yield (f"\nweight sync: {sync['bytes'] / 1e9:.2f} GB in {sync['buckets']} buckets of at most "
-           f"{sync['largest'] / 2**20:.0f} MiB from {sync['sources']} ranks ({low / 1e9:.2f} to {high / 1e9:.2f} GB each) "
-           f"to {sync['receivers'] or 'the'} engine workers")
+           f"{sync['largest'] / 2**20:.0f} MiB from {sync['sources']} ranks ({low / 1e9:.2f} to {high / 1e9:.2f} GB "
+           f"each) to {sync['receivers'] or 'the'} engine workers")
 
 
 def _step(step: dict[str, Any]) -> Iterator[str]:
-    yield (f"\nestimate of a step: {step['train_flops'] / 1e15:.1f} PFLOP train, {step['logprob_flops'] / 1e15:.1f} PFLOP "
-           "log-probs")
+    yield (f"\nestimate of a step: {step['train_flops'] / 1e15:.1f} PFLOP train, "
+           f"{step['logprob_flops'] / 1e15:.1f} PFLOP log-probs")
     rollout = f"{step['rollout_seconds']:.0f} s rollout" if step["rollout_known"] else "rollout not estimated"
     running = f" ({step['running_sequences']} sequences at a time per engine)" if step["rollout_known"] else ""
     yield (f"  {rollout}{running}, {step['logprob_seconds']:.0f} s log-probs, {step['train_seconds']:.0f} s train, "

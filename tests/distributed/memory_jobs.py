@@ -1,5 +1,5 @@
-"""What worker processes do in the memory tests: one optimizer step of a model of about 100 M parameters, with every live
-tensor's bytes counted. The count is an independent one: storages seen by torch's dispatcher, not the planner's shapes."""
+"""What worker processes do in the memory tests: one optimizer step of a model of about 100 M parameters, with every
+live tensor's bytes counted: the storages that torch's dispatcher sees, not the planner's shapes."""
 
 from __future__ import annotations
 

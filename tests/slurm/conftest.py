@@ -1,4 +1,4 @@
-"""One cluster for all Slurm tests: 16 nodes of 8 fake GPUs on loopback (cluster.sh). Skipped only where Slurm is absent."""
+"""One cluster for all Slurm tests: 16 nodes of 8 fake GPUs on loopback (cluster.sh). Skipped where Slurm is absent."""
 
 from __future__ import annotations
 

@@ -36,6 +36,10 @@ def model_of(recipe: str) -> str:
     return str(EXAMPLES / next(path for name, path in MODELS.items() if name in recipe))
 
 
+def dry(recipe: str, folder: Path) -> dict[str, str]:
+    return {"LUSPO_DRY_RUN": "1", "MODEL": model_of(recipe), "DATA": str(data(folder)), "RUN_DIR": str(folder / "run")}
+
+
 def test_every_recipe_is_here() -> None:
     found = {str(path.relative_to(EXAMPLES).with_suffix("")) for path in EXAMPLES.glob("*/luspo-*.sbatch")}
     assert found == set(RECIPES)
@@ -45,8 +49,8 @@ def test_every_recipe_is_here() -> None:
 @pytest.mark.parametrize("engine", ["sglang"])
 def test_a_recipe(cluster: Cluster, recipe: str, engine: str, tmp_path: Path) -> None:
     trainers, engines = RECIPES[recipe]
-    job = cluster.submit(EXAMPLES / f"{recipe}.sbatch", tmp_path / "out", cwd=tmp_path, LUSPO_DRY_RUN="1", ENGINE=engine,
-                         MODEL=model_of(recipe), DATA=str(data(tmp_path)), RUN_DIR=str(tmp_path / "run"))
+    job = cluster.submit(EXAMPLES / f"{recipe}.sbatch", tmp_path / "out", cwd=tmp_path, ENGINE=engine,
+                         **dry(recipe, tmp_path))
     assert job.wait() == "COMPLETED", job.said
     assert "It fits." in job.said
     assert f"dry run: {8 * trainers} ranks on {trainers} nodes have found each other" in job.said
@@ -62,7 +66,7 @@ def test_a_recipe(cluster: Cluster, recipe: str, engine: str, tmp_path: Path) ->
 def test_an_allocation_of_another_size_is_refused_with_the_mend(cluster: Cluster, tmp_path: Path) -> None:
     recipe = "qwen3_moe/luspo-qwen3_30b_a3b-4n8g"
     job = cluster.submit(EXAMPLES / f"{recipe}.sbatch", tmp_path / "out", cwd=tmp_path, options=("--nodes=3",),
-                         LUSPO_DRY_RUN="1", MODEL=model_of(recipe), DATA=str(data(tmp_path)), RUN_DIR=str(tmp_path / "r"))
+                         **dry(recipe, tmp_path))
     assert job.wait() == "FAILED" and job.field("ExitCode") == "2:0"
     assert "the allocation has 3 nodes, the run needs 4" in job.said and "--nodes=4" in job.said
 
@@ -71,12 +75,13 @@ def test_three_nodes(cluster: Cluster, tmp_path: Path) -> None:
     recipe = "qwen3_moe/luspo-qwen3_30b_a3b-1n8g"
     flags = ("--parallel.world_size", "24", "--rollout.num_engines", "6", "--parallel.ep", "4")
     job = cluster.submit(EXAMPLES / f"{recipe}.sbatch", tmp_path / "out", *flags, cwd=tmp_path, options=("--nodes=3",),
-                         LUSPO_DRY_RUN="1", MODEL=model_of(recipe), DATA=str(data(tmp_path)), RUN_DIR=str(tmp_path / "r"))
+                         **dry(recipe, tmp_path))
     assert job.wait() == "COMPLETED", job.said
     assert "dry run: 24 ranks on 3 nodes have found each other" in job.said
 
 
-@pytest.mark.parametrize(("script", "words"), [("convert", "luspo export --checkpoint"), ("eval", "luspo eval --model.hf")])
+@pytest.mark.parametrize(("script", "words"), [("convert", "luspo export --checkpoint"),
+                                               ("eval", "luspo eval --model.hf")])
 def test_the_scripts_around_a_run(cluster: Cluster, script: str, words: str, tmp_path: Path) -> None:
     job = cluster.submit(EXAMPLES / f"qwen3_moe/{script}.sbatch", tmp_path / "out", cwd=tmp_path, LUSPO_DRY_RUN="1",
                          RUN_DIR="runs/x", MODEL="runs/x/export")

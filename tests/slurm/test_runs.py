@@ -20,9 +20,10 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 
 def arguments(project: Project, run_dir: Path, *flags: str) -> list[str]:
-    return project.train(run_dir, "--run.steps", str(STEPS), "--parallel.world_size", "2", "--parallel.ep", "2",
-                         "--launch.gpus_per_node", "1", "--data.eval_prompts", str(project.heldout), "--eval.every", "2",
-                         "--eval.samples", "2", "--checkpoint.every", "6", "--checkpoint.export_at_end", "false", *flags)
+    return project.train(
+        run_dir, "--run.steps", str(STEPS), "--parallel.world_size", "2", "--parallel.ep", "2",
+        "--launch.gpus_per_node", "1", "--data.eval_prompts", str(project.heldout), "--eval.every", "2",
+        "--eval.samples", "2", "--checkpoint.every", "6", "--checkpoint.export_at_end", "false", *flags)
 
 
 def submit(cluster: Cluster, project: Project, folder: Path, *flags: str, options: tuple[str, ...] = (),
@@ -76,7 +77,8 @@ def test_preemption_saves_and_goes_on(cluster: Cluster, project: Project, straig
     job.until(lambda: sum("reward_mean" in row for row in rows(tmp_path / "run")) >= 1)
     other = tmp_path / "other.sh"
     other.write_text("#!/bin/sh\nsleep 2\n")
-    high = cluster.submit(other, tmp_path / "other.out", options=("--partition=high", "--nodelist=n1,n2", "--exclusive"))
+    high = cluster.submit(other, tmp_path / "other.out",
+                          options=("--partition=high", "--nodelist=n1,n2", "--exclusive"))
     assert high.wait() == "COMPLETED"
     assert job.wait() == "COMPLETED", job.said
     assert job.field("Restarts") == "1" and "luspo: requeued" in job.said and "resuming after step" in job.said

@@ -1,7 +1,7 @@
 """Loaded by every Python process of a test job (it is on PYTHONPATH): makes things happen at a given moment.
 
-PHASE_SIGNALS names a JSON file, [[step, phase, command], ...]: each command runs once over all starts of the job, on rank
-0, inside that phase. DIE_AS_RANK: that rank says so and dies when it joins the others. Nothing of the program is
+PHASE_SIGNALS names a JSON file, [[step, phase, command], ...]: each command runs once over all starts of the job, on
+rank 0, inside that phase. DIE_AS_RANK: that rank says so and dies when it joins the others. Nothing of the program is
 replaced: the trainer's progress phases are looked at from outside.
 """
 
