@@ -44,7 +44,7 @@ def checkpoint(config: Config) -> Iterator[Line]:
     """config.json against the tensors on disk, by name and shape; no weights are read."""
     from luspo_megatron.weights.load import HfCheckpoint
 
-    arch = read_architecture(config.model.hf)
+    arch = read_architecture(config.model.hf, config.model.family)
     table = WeightTable(arch)
     yield ok("model", f"{arch.family}, {arch.num_layers} layers, rope theta {arch.rope_theta:g}, context "
              f"{arch.max_positions}")
@@ -55,7 +55,7 @@ def checkpoint(config: Config) -> Iterator[Line]:
 def tokenizer_lines(config: Config, out: list[TextTokenizer]) -> Iterator[Line]:
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.hf, config.model.hf)
     out.append(tokenizer)
-    arch = read_architecture(config.model.hf)
+    arch = read_architecture(config.model.hf, config.model.family)
     names = ", ".join(f"{i} {tokenizer.hf.convert_ids_to_tokens(i)!r}" for i in tokenizer.eos_ids)
     if len(tokenizer.hf) > arch.vocab_size:
         yield error("tokenizer", f"has {len(tokenizer.hf)} tokens, the model's vocabulary {arch.vocab_size}",

@@ -111,7 +111,7 @@ def _violations(config: Config) -> tuple[list[Violation], list[str], Architectur
     facts = None
     found: list[Violation] = []
     try:
-        facts = read_architecture(config.model.hf) if config.model.hf else None
+        facts = read_architecture(config.model.hf, config.model.family) if config.model.hf else None
     except UserError as error:
         found.append(Violation("--model.hf", config.model.hf, str(error)))
     notes = []

@@ -17,7 +17,7 @@ from luspo_megatron.planning.batches import draw_lengths, parse_percentiles
 from luspo_megatron.planning.plan import rank_grid
 from luspo_megatron.planning.sizes import BufferSizes, _buffer, stage_sizes, whole_model
 from luspo_megatron.planning.work import active_parameters
-from luspo_megatron.weights.architecture import FAMILIES, read_architecture
+from luspo_megatron.weights.architecture import read_architecture
 from luspo_megatron.weights.table import WeightTable
 
 ROOT = Path(__file__).parents[2]
@@ -87,8 +87,6 @@ def test_percentiles() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_plans_and_fits(recipe: Path) -> None:
-    architecture = json.loads((config_of(recipe) / "config.json").read_text())["architectures"][0]
-    assert architecture in FAMILIES, f"{recipe} needs a family that is not supported"
     nodes = re.search(r"-(\d+)n8g", recipe.stem)
     assert nodes is not None
     code, out, err = plan(str(recipe), "--model.hf", str(config_of(recipe)), "--nodes", nodes[1], "--json")
@@ -129,5 +127,6 @@ def test_no_torch_and_quick() -> None:
               f"code = main(['{EXAMPLES}/qwen3_moe/luspo-qwen3_235b_a22b-16n8g.yaml', '--model.hf', '{QWEN235}']); "
               "assert code == 0; assert 'torch' not in sys.modules; assert 'megatron' not in sys.modules; "
               "print('SECONDS', time.process_time())")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT,
+                          check=True)
     assert float(done.stdout.split("SECONDS")[1]) < 5
