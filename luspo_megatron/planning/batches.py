@@ -44,7 +44,8 @@ def parse_percentiles(text: str, longest: int) -> list[tuple[float, float]]:
             point = (float(share) / 100, float(tokens))
         except ValueError:
             point = (-1.0, 0.0)
-        if not colon or not 0 <= point[0] <= 1 or point[1] < 1 or (points and (point[0] <= points[-1][0] or point[1] < points[-1][1])):
+        rises = not points or (point[0] > points[-1][0] and point[1] >= points[-1][1])
+        if not colon or not 0 <= point[0] <= 1 or point[1] < 1 or not rises:
             raise UserError(f"--percentiles {text!r}: write rising pairs percent:tokens, e.g. 50:2000,95:8000")
         points.append((point[0], min(point[1], longest)))
     if points[0][0] > 0:

@@ -129,7 +129,8 @@ def test_a_checkpoint_that_lacks_a_tensor(project: Project, tmp_path: Path) -> N
 
 def test_the_command(project: Project) -> None:
     done = subprocess.run([sys.executable, "-m", "luspo_megatron", "doctor", "--model.hf", str(project.model),
-                           "--data.prompts", "/no/such.jsonl"], capture_output=True, text=True, timeout=200, check=False)
+                           "--data.prompts", "/no/such.jsonl"], capture_output=True, text=True, timeout=200,
+                          check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error   configuration" in done.stdout and "there is no such file" in done.stdout
     assert "ok      python" in done.stdout

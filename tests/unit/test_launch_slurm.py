@@ -1,4 +1,4 @@
-"""Ranks' places from launchers' variables, node lists and splits, and what the Slurm driver concludes. No Slurm here."""
+"""Ranks' places from launchers' variables, node lists and splits, and what the driver concludes. No Slurm here."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from luspo_megatron.launch import allocation, environment, slurm
 from luspo_megatron.launch.allocation import Split, expand_nodes, split_nodes
 from luspo_megatron.launch.stop import TERM_STOPS
 
-STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "8",
-        "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_NTASKS": "16"}
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+        "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_NTASKS": "16"}
 
 
 def test_expand_nodes() -> None:
