@@ -1,8 +1,8 @@
 """Who am I among the ranks? torchrun's variables, from whatever has started this process.
 
 torch.distributed reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. torchrun and an ssh loop
-set them; srun and mpirun set their own, which are translated here. The master is the first node of the step's node list,
-never SLURM_LAUNCH_NODE_IPADDR, which may be a login node.
+set them; srun and mpirun set their own, which are translated here. The master is the first node of the step's node
+list, never SLURM_LAUNCH_NODE_IPADDR, which may be a login node.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 `luspo train` in a batch script (or in an salloc shell) is the driver: it splits the nodes, starts one srun for the
 trainers and one for the engine supervisors, copies what rank 0 says to the job's output, and acts on what happens:
 
+    the supervisors of the engines' nodes end
+                          it is said; whether enough engines are left is the fleet's to judge. Bad input ends the job
     a rank fails          the others are ended, the failed rank's last lines are shown, the job ends with its exit code
     SIGUSR1 (sbatch --signal=B:USR1@SECONDS), preemption
                           the ranks finish their step, save and end; the job is requeued and resumes
@@ -10,8 +12,10 @@ trainers and one for the engine supervisors, copies what rank 0 says to the job'
 
 Preemption reaches the ranks only, not the batch script: a rank that stops because it was asked to leaves a mark
 (launch/stop.py), by which the driver knows it from the end of the run. Logs are <run_dir>/logs/rank-N.log, from the
-second start (a requeue is one) rank-N.K.log. With LUSPO_DRY_RUN=1 the ranks find each other and end (launch/dry.py).
-Left out: choosing partitions and accounts, which are the site's; array jobs and chains need nothing from here.
+second start (a requeue is one) rank-N.K.log. Engine supervisors (`luspo engines`) are one task per engine node; they
+and the run find each other through the registry folder <run_dir>/engines. With LUSPO_DRY_RUN=1 the ranks find each
+other and end (launch/dry.py). Left out: choosing partitions and accounts, which are the site's; array jobs and chains
+need nothing from here.
 """
 
 from __future__ import annotations
@@ -42,6 +46,7 @@ POLL = 0.2  # seconds
 DRY = "LUSPO_DRY_RUN"
 AFTER_FAILURE = 20.0  # seconds that srun gets to end the other ranks
 REQUEUE_WAIT = 120.0  # seconds within which Slurm ends a job that it has taken back
+DRY_SUPERVISOR = ["sh", "-c", 'echo "dry run: engines on $SLURMD_NODENAME, GPUs $CUDA_VISIBLE_DEVICES"']
 EXIT_CANCELLED = 128 + signal.SIGTERM
 # srun: error: n3: task 5: Exited with exit code 1      srun: error: n1: tasks 0-1,3: Killed
 FAILED_TASK = re.compile(rb"srun: error: (\S+): tasks? (\d+)[\d,-]*: (.*)")
@@ -72,7 +77,9 @@ def launch(module: str, config: Any, world_size: int, run_dir: str, settings: La
     save_config(config, path)
     if is_dry():
         module = "luspo_megatron.launch.dry"
-    job = Job(split, folder, start, settings)
+    supervisor = [sys.executable, "-m", "luspo_megatron", "engines", "--config", str(path), "--registry",
+                  str(folder.parent / "engines")]
+    job = Job(split, folder, start, settings, DRY_SUPERVISOR if is_dry() else supervisor)
     return job.run([sys.executable, "-m", "luspo_megatron.launch.rank", module, "--config", str(path)], world_size)
 
 
@@ -84,17 +91,18 @@ def start_number(folder: Path, world_size: int) -> int:
     return start
 
 
-def srun_command(nodes: Sequence[str], tasks: int, command: Sequence[str]) -> list[str]:
+def srun_command(nodes: Sequence[str], tasks: int, command: Sequence[str], *, one_for_all: bool = True) -> list[str]:
     """srun of ``command`` on these nodes of the allocation, ``tasks`` over them in blocks.
 
     Each task sees all GPUs of its node (a rank takes the one of its number), and steps may share CPUs and GPUs, because
-    colocated engines use the trainers'.
+    colocated engines use the trainers'. ``one_for_all``: one task that fails ends the step; else not even a lost node
+    does.
     """
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     return ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--ntasks={tasks}",
             f"--ntasks-per-node={tasks // len(nodes)}", "--distribution=block", "--overlap", "--gpu-bind=none",
             "--mpi=none", "--input=none", f"--chdir={os.getcwd()}", *([f"--cpus-per-task={cpus}"] if cpus else []),
-            "--kill-on-bad-exit=1", *command]
+            *(["--kill-on-bad-exit=1"] if one_for_all else ["--kill-on-bad-exit=0", "--no-kill"]), *command]
 
 
 @dataclass
@@ -105,6 +113,7 @@ class Job:
     folder: Path
     start: int
     settings: LaunchConfig
+    supervisor: Sequence[str] = ()
     reasons: list[int] = field(default_factory=list)  # signals that have come
     failed: list[tuple[str, int, str]] = field(default_factory=list)  # node, rank, how
 
@@ -116,18 +125,39 @@ class Job:
         self._say(f"job {os.environ['SLURM_JOB_ID']}, start {self.start + 1}: {world_size} ranks on "
                   f"{', '.join(self.split.trainers)}; master {env['MASTER_ADDR']}:{env['MASTER_PORT']}; logs "
                   f"{self.folder}")
-        if self.split.engines:
-            self._say(f"engines on {', '.join(self.split.engines)}")
         with self._signals(), contextlib.ExitStack() as stack:
             log = stack.enter_context(log_path(self.folder, 0, self.start).open("xb"))
+            supervisors = self._start_supervisors(env, stack)
             trainers = _start(srun_command(self.split.trainers, world_size, command), env)
             stack.callback(_end, trainers)
-            readers = [_copy(trainers.stdout, sys.stdout.buffer, log, None),
-                       _copy(trainers.stderr, sys.stderr.buffer, log, self._notice)]
-            code = self._watch(trainers)
+            readers = [_copy(trainers.stdout, [sys.stdout.buffer, log], None),
+                       _copy(trainers.stderr, [sys.stderr.buffer, log], self._notice)]
+            code = self._watch(trainers, supervisors)
+            if supervisors is not None and is_dry():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    supervisors.wait(60.0)
             for reader in readers:
                 reader.join(5.0)
         return self._conclude(code, mark)
+
+    def _engine_log(self) -> Path:
+        return self.folder / (f"engines.{self.start}.log" if self.start else "engines.log")
+
+    def _start_supervisors(self, env: Mapping[str, str],
+                           stack: contextlib.ExitStack) -> subprocess.Popen[bytes] | None:
+        """One per engine node; their output goes to logs/engines.log, from the second start engines.K.log."""
+        nodes = self.split.engines
+        if not nodes:
+            return None
+        path = self._engine_log()
+        log = stack.enter_context(path.open("xb"))
+        step = _start(srun_command(nodes, len(nodes), self.supervisor, one_for_all=False),
+                      {name: value for name, value in env.items() if name not in (MARK, LOG)})
+        stack.callback(_end, step)
+        for source in (step.stdout, step.stderr):
+            _copy(source, [log, sys.stdout.buffer] if is_dry() else [log], None)
+        self._say(f"engines on {', '.join(nodes)}; log {path}")
+        return step
 
     def _environment(self) -> dict[str, str]:
         first = self.split.trainers[0]
@@ -143,11 +173,18 @@ class Job:
         if found := FAILED_TASK.search(line):
             self.failed.append((found[1].decode(), int(found[2]), found[3].decode(errors="replace")))
 
-    def _watch(self, trainers: subprocess.Popen[bytes]) -> int:
+    def _watch(self, trainers: subprocess.Popen[bytes], supervisors: subprocess.Popen[bytes] | None) -> int:
         """Wait for the trainers, pass on the request to stop; the exit code of srun."""
         passed_on = False
         give_up = float("inf")
         while (code := trainers.poll()) is None:
+            if supervisors is not None and not is_dry() and supervisors.poll() is not None:
+                if supervisors.returncode == UserError.exit_code:
+                    self._say("the engine supervisors refuse to start; the end of their log:")
+                    print(tail(str(self._engine_log())), file=sys.stderr, flush=True)
+                    return UserError.exit_code
+                self._say(f"the engine supervisors ended with exit code {supervisors.returncode}")
+                supervisors = None
             if self.reasons and not passed_on:
                 passed_on = True
                 give_up = time.monotonic() + self.settings.stop_grace
@@ -232,16 +269,16 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[b
         raise UserError(f"srun cannot be started ({error}); is Slurm's client installed on this node?") from error
 
 
-def _copy(source: IO[bytes] | None, out: IO[bytes], log: IO[bytes],
+def _copy(source: IO[bytes] | None, targets: Sequence[IO[bytes]],
           notice: Callable[[bytes], None] | None) -> threading.Thread:
-    """A thread that copies lines to the job's output and to rank 0's log."""
+    """A thread that copies lines to the targets, and shows them to ``notice``."""
     assert source is not None
 
     def work() -> None:
         for line in source:
             if notice is not None:
                 notice(line)
-            for target in (out, log):
+            for target in targets:
                 with contextlib.suppress(OSError, ValueError):
                     target.write(line)
                     target.flush()

@@ -72,6 +72,28 @@ def engine_memory(config: Config, table: WeightTable, gpu_bytes: int, engine_gpu
                         per_token, tokens)
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where an engine runs. ``node`` counts the allocation's nodes; ``ranks``: the trainers on the same GPUs, if any."""
+
+    engine: int
+    node: int
+    gpus: tuple[int, int]
+    ranks: tuple[int, int] | None
+
+
+def places(engine: EngineMemory, trainer_nodes: int, gpus_per_node: int) -> list[Place]:
+    """The map rank - GPU - engine worker: engines fill nodes in order, the trainers' or the last ones."""
+    out = []
+    for index in range(engine.engines):
+        first = index * engine.layout.workers
+        node, gpu = divmod(first, gpus_per_node)
+        last = gpu + min(engine.layout.workers, gpus_per_node) - 1
+        ranks = (first, first + engine.layout.workers - 1) if engine.colocated else None
+        out.append(Place(index, node if engine.colocated else trainer_nodes + node, (gpu, last), ranks))
+    return out
+
+
 def _value(words: list[str], flag: str, default: float) -> float:
     for index, word in enumerate(words):
         name, equals, text = word.partition("=")

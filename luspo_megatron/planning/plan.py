@@ -26,7 +26,7 @@ from luspo_megatron.errors import UserError
 from luspo_megatron.parallel import ParallelLayout
 from luspo_megatron.planning import work
 from luspo_megatron.planning.batches import BatchPlan, batch_plan, draw_lengths, parse_percentiles
-from luspo_megatron.planning.engines import EngineMemory, engine_memory
+from luspo_megatron.planning.engines import EngineMemory, engine_memory, places
 from luspo_megatron.planning.memory import MARGIN, TrainerMemory, trainer_memory
 from luspo_megatron.planning.sizes import StageSizes, stage_sizes, whole_model
 from luspo_megatron.planning.text import render
@@ -175,7 +175,8 @@ def _details(config: Config, machine: Machine, table: WeightTable, nodes: int, g
                    "engine_nodes": config.launch.engine_nodes},
         "grid": rank_grid(layout, gpus), "batch": asdict(batches) | {"percentiles": points, "prompt_tokens": prompt},
         "stages": [_stage(stage, memory) for stage, memory in zip(sizes, trainers, strict=True)],
-        "engine": None if engine is None else asdict(engine), "moments": moments,
+        "engine": None if engine is None else asdict(engine),
+        "places": [asdict(place) for place in places(engine, nodes, gpus)] if engine else [], "moments": moments,
         "gpu_memory": machine.gpu_memory, "margin": MARGIN, "host_per_node": host, "host_memory": machine.host_memory,
         "fits": all(m["fits"] for m in moments) and host <= machine.host_memory and (
             engine is None or engine.cache_tokens >= prompt + config.rollout.max_response_tokens),

@@ -73,6 +73,9 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
                f"{'sharing the trainers' + chr(39) + ' GPUs' if engine['colocated'] else 'on nodes of their own'}; "
                f"weights {engine['weights'] / GIB:.2f}, cache {engine['cache'] / GIB:.2f} = "
                f"{engine['cache_tokens'] / 1e3:.0f} k tokens per engine")
+    for place in plan["places"]:
+        shared = f" = ranks {_span(place['ranks'])}" if place["ranks"] else ""
+        yield f"    engine {place['engine']}: node {place['node']}, GPUs {_span(place['gpus'])}{shared}"
     for moment in plan["moments"]:
         yield (f"  {moment['moment']:<9} {moment['bytes'] / GIB:>7.2f} of {moment['limit'] / GIB:.2f} "
                f"{'ok' if moment['fits'] else 'NO'}")

@@ -12,8 +12,12 @@ if [ "$ACTION" = stop ]; then
     scancel -u "$(id -un)" 2>/dev/null || true
     scontrol shutdown 2>/dev/null || true
     for _ in $(seq 50); do ls "$BASE"/run/*.pid >/dev/null 2>&1 || break; sleep 0.1; done
-    for file in "$BASE"/run/*.pid "$BASE"/munge/munged.pid; do
-        if [ -s "$file" ]; then kill "$(cat "$file")" 2>/dev/null || true; fi
+    # what is still there of the processes that we started (a daemon can wait for a step that will not end)
+    for signal in TERM KILL; do
+        while read -r pid name; do
+            if [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = "$name" ]; then kill -s "$signal" "$pid" 2>/dev/null || true; fi
+        done <"$BASE/processes"
+        sleep 0.5
     done
     exit 0
 fi
@@ -76,8 +80,13 @@ echo "NodeName=n[1-$NODES] Name=gpu File=$BASE/dev/gpu[0-$((GPUS - 1))]" >"$BASE
 /usr/sbin/slurmctld -c
 for i in $(seq "$NODES"); do /usr/sbin/slurmd -N "n$i"; done
 for _ in $(seq 300); do
-    if [ "$(sinfo -h -N -p main -t idle 2>/dev/null | wc -l)" -eq "$NODES" ]; then exit 0; fi
+    if [ "$(sinfo -h -N -p main -t idle 2>/dev/null | wc -l)" -eq "$NODES" ]; then break; fi
     sleep 0.2
 done
-echo "the cluster did not come up: see $BASE/log" >&2
-exit 1
+for file in "$BASE"/run/*.pid "$BASE"/munge/munged.pid; do
+    echo "$(cat "$file") $(cat "/proc/$(cat "$file")/comm")"
+done >"$BASE/processes"
+if [ "$(sinfo -h -N -p main -t idle | wc -l)" -ne "$NODES" ]; then
+    echo "the cluster did not come up: see $BASE/log" >&2
+    exit 1
+fi

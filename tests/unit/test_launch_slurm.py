@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from luspo_megatron.launch.allocation import Split, expand_nodes, split_nodes
 from luspo_megatron.launch.stop import TERM_STOPS
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
-        "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "n[3-4]", "SLURM_NTASKS": "16"}
+        "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NODELIST": "n[3-4]",
+        "SLURM_NTASKS": "16"}
 
 
 def test_expand_nodes() -> None:
@@ -118,16 +120,20 @@ while [ $# -gt 0 ] && [ "$1" != "--" ]; do case "$1" in --*) shift ;; *) break ;
 """
 
 
-def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, requeue: bool = True) -> tuple[int, Path]:
-    """The driver with a stand-in for srun and scontrol."""
+def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
+    """Stand-ins for srun and scontrol."""
     for name, text in (("srun", SRUN.format(body=body)), ("scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "12")
     monkeypatch.setattr(slurm, "REQUEUE_WAIT", 0.2)
+    (tmp_path / "logs").mkdir(exist_ok=True)
+
+
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, requeue: bool = True) -> tuple[int, Path]:
+    prepare(tmp_path, monkeypatch, body)
     logs = tmp_path / "logs"
-    logs.mkdir(exist_ok=True)
     job = slurm.Job(Split(("localhost",), (), 2), logs, 0, LaunchConfig(requeue=requeue))
     return job.run([sys.executable, "-c", "pass"], 2), logs
 
@@ -154,6 +160,23 @@ def test_ranks_that_stopped_because_they_were_asked_to_are_requeued(tmp_path: Pa
 def test_no_requeue_where_none_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert drive(tmp_path, monkeypatch, "touch $LUSPO_STOP_MARK", requeue=False)[0] == 0
     assert "requeue" not in (tmp_path / "calls").read_text().split()
+
+
+@pytest.mark.parametrize(("supervisor", "trainer", "code"), [
+    ("echo no such command; exit 2", "sleep 60", 2),  # bad input of the engines ends the job at once
+    ("exit 1", "sleep 1", 0),  # a lost supervisor does not
+])
+def test_supervisors_of_engine_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supervisor: str, trainer: str,
+                                     code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    prepare(tmp_path, monkeypatch, 'exec "$@"')
+    job = slurm.Job(Split(("localhost",), ("e1", "e2"), 1), tmp_path / "logs", 0, LaunchConfig(),
+                    ["sh", "-c", supervisor])
+    began = time.monotonic()
+    assert job.run(["sh", "-c", trainer], 1) == code
+    assert time.monotonic() - began < 20
+    said = capfd.readouterr().err
+    assert "engines on e1, e2" in said
+    assert ("refuse to start" in said and "  no such command" in said) == (code == 2)
 
 
 def test_a_finished_run_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@
     python tools/prepare_data/prepare.py math  test.jsonl             --out data/math500.jsonl
     python tools/prepare_data/prepare.py gsm8k train.jsonl            --out data/gsm8k.jsonl
 
-Files (.jsonl or .parquet) are local: nothing is downloaded. Prompts that are there already (DAPO's file repeats each about
-100 times) are dropped, and so are rows without an answer; every kept answer is graded against itself with the reward that training
+Files (.jsonl or .parquet) are local: nothing is downloaded. Repeated prompts (DAPO's file holds each about 100 times) are
+dropped, and so are rows without an answer; every kept answer is graded against itself with the reward that training
 uses, and rows that fail are dropped and counted. The exit code is 1 when more than 2% fail: the format is then another.
 """
 
