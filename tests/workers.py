@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 _POOLS: dict[int, WorkerPool] = {}
-RUNS_PER_POOL = 8
+RUNS_PER_POOL = 6
 
 
 def _serve(rank: int, size: int, store_path: str, connection: Any) -> None:
@@ -102,7 +102,7 @@ class WorkerPool:
 
 def pool(size: int) -> WorkerPool:
     # megatron's DDP holds itself through autograd hooks, and with it dozens of process groups and their threads
-    if size in _POOLS and size > 1 and _POOLS[size].runs >= RUNS_PER_POOL:
+    if size in _POOLS and _POOLS[size].runs >= RUNS_PER_POOL:
         _POOLS[size].close()
     if size not in _POOLS:
         _POOLS[size] = WorkerPool(size)
