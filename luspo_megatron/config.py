@@ -106,6 +106,18 @@ class RolloutConfig:
     """Engine servers that the run starts by itself."""
     urls: tuple[str, ...] = ()
     """External engine servers; when given, none is started."""
+    engine_args: tuple[str, ...] = ()
+    """Flags for vLLM or SGLang itself, as its own documentation names them; they win over the ones set here. One string
+    may hold several, e.g. "--tensor-parallel-size 8 --enable-expert-parallel"."""
+    engine_python: str = ""
+    """Python interpreter of the environment that the engine is installed in; empty: this program's own."""
+    engine_env: tuple[str, ...] = ()
+    """Environment variables of the engines, each as NAME=value."""
+    in_flight_updates: bool = False
+    """vLLM and SGLang: a weight push freezes running sequences, which go on under the new weights; otherwise it waits
+    for them."""
+    routed_experts: bool = False
+    """Have the engine report the experts that its router chose (routing replay); SGLang, and vLLM on GPUs."""
     prompts_per_step: int = 128
     """Prompts per rollout step."""
     group_size: int = 8
@@ -243,6 +255,21 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class LaunchConfig:
+    launcher: Literal["auto", "local", "slurm"] = "auto"
+    """Who starts the ranks: this program (local), srun from inside an allocation (slurm), or slurm in a batch script
+    and local elsewhere (auto). Under torchrun, mpirun or srun the ranks are there already and this has no say."""
+    gpus_per_node: int = 8
+    """GPUs (trainer ranks) of a node; a run of fewer ranks takes one node."""
+    engine_nodes: int = 0
+    """Nodes of the allocation kept for rollout engines, the last ones; 0: engines share the trainers' nodes."""
+    requeue: bool = True
+    """Slurm: after a warning (sbatch --signal, preemption) put the job back into the queue once it has saved."""
+    stop_grace: float = 600.0
+    """Slurm: seconds that the ranks get to finish their step and save when asked to stop."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything `luspo train` can be told."""
 
@@ -258,6 +285,7 @@ class Config:
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 @dataclass(frozen=True)

@@ -41,11 +41,16 @@ class OwnProcess:
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("xb") as file:
-            self._process = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})}, start_new_session=True,
-            )
+        # Slurm sends the ranks' request to stop (SIGUSR1) to every process of a job step: ours are born deaf to it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        try:
+            with log.open("xb") as file:
+                self._process = subprocess.Popen(
+                    list(command), stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
+                    env={**os.environ, **(env or {})}, start_new_session=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @property
     def pid(self) -> int:

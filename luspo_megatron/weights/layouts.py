@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from luspo_megatron.weights.architecture import padded_vocab
 
+if TYPE_CHECKING:  # the planner reads shapes only, and does without torch
+    from torch import Tensor
+
 Shape = tuple[int, ...]
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    import torch
+
+    return torch.cat(list(tensors), dim)
 
 
 class Layout(Protocol):
@@ -57,7 +63,7 @@ class Sharded:
         return tensors[0].narrow(self.dim, rank * part, part)
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(shards), self.dim)]
+        return [_cat(shards, self.dim)]
 
     def shard_shape(self, shapes: Sequence[Shape], size: int) -> Shape:
         shape = list(shapes[0])
@@ -75,10 +81,10 @@ class Vocab:
         part = padded_vocab(self.vocab_size, size) // size
         start, stop = rank * part, min((rank + 1) * part, self.vocab_size)
         own = tensors[0][min(start, self.vocab_size) : stop]
-        return torch.cat([own, own.new_zeros((part - own.shape[0], *own.shape[1:]))])
+        return _cat([own, own.new_zeros((part - own.shape[0], *own.shape[1:]))])
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(shards))[: self.vocab_size]]
+        return [_cat(shards)[: self.vocab_size]]
 
     def shard_shape(self, shapes: Sequence[Shape], size: int) -> Shape:
         return (padded_vocab(self.vocab_size, size) // size, *shapes[0][1:])
@@ -100,10 +106,10 @@ class FusedQKV:
             groups = self.num_kv_heads // size
             parts = [part[rank * groups : (rank + 1) * groups] for part in parts]
             size, rank = 1, 0
-        return Sharded(0).split([torch.cat(parts, 1).flatten(0, 1)], size, rank)
+        return Sharded(0).split([_cat(parts, 1).flatten(0, 1)], size, rank)
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        fused = torch.cat(list(shards))
+        fused = _cat(shards)
         fused = fused.reshape(self.num_kv_heads, -1, *fused.shape[1:])
         queries = fused.shape[1] - 2 * self.head_dim
         return [part.flatten(0, 1) for part in fused.split([queries, self.head_dim, self.head_dim], 1)]
@@ -117,11 +123,11 @@ class GateUp:
     """gate over up (SwiGLU's first linear); each rank holds its part of gate over its part of up."""
 
     def split(self, tensors: Sequence[Tensor], size: int, rank: int) -> Tensor:
-        return torch.cat([Sharded(0).split([t], size, rank) for t in tensors])
+        return _cat([Sharded(0).split([t], size, rank) for t in tensors])
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
         halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat([half[i] for half in halves]) for i in range(2)]
+        return [_cat([half[i] for half in halves]) for i in range(2)]
 
     def shard_shape(self, shapes: Sequence[Shape], size: int) -> Shape:
         return (2 * _divide(shapes[0][0], size), *shapes[0][1:])

@@ -69,7 +69,8 @@ class Project:
         """Arguments of a short `luspo sft`."""
         return ["sft", "--run.dir", str(run_dir), "--run.steps", "6", "--run.tensorboard", "false", "--model.hf",
                 str(self.model), "--data.path", str(self.demonstrations), "--data.max_tokens", "32", "--batch_size",
-                "8", "--batch.max_tokens_per_micro_batch", "64", "--optimizer.lr", "1e-3", *flags]
+                "8", "--batch.max_tokens_per_micro_batch", "64", "--optimizer.lr", "3e-3", "--optimizer.warmup_steps",
+                "0", *flags]
 
     def eval(self, out: Path, *flags: str) -> list[str]:
         """Arguments of a small `luspo eval`."""
