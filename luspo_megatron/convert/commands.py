@@ -60,7 +60,8 @@ def hf_to_megatron(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to make; must not exist")
     group = parser.add_argument_group(
         "layout", "A torch_dist checkpoint loads under any layout. These only decide how the vocabulary is padded "
-        "(a multiple of 128 and of --tp) and how parameters are grouped into files (by pipeline stage and expert rank).")
+        "(a multiple of 128 and of --tp) and how parameters are grouped into files (by pipeline stage and expert "
+        "rank).")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
         group.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{what} parallel size (default 1)")
     _common(parser)

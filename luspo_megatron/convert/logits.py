@@ -1,7 +1,7 @@
 """The same tokens through both sides: transformers for a Hugging Face folder, the actor for a Megatron checkpoint.
 
-Float32 in this process, whatever the stored dtype, so that the comparison is about weights and names alone. Two sides of
-one kind run the same code and must give the same bits. Meant for models that fit in memory twice.
+Float32 in this process, whatever the stored dtype, so that the comparison is about weights and names alone. Two sides
+of one kind run the same code and must give the same bits. Meant for models that fit in memory twice.
 """
 
 from __future__ import annotations
@@ -57,15 +57,21 @@ def hf_logits(side: Checkpoint, sequences: list[list[int]]) -> list[Tensor]:
 
 def actor_logits(side: Checkpoint, sequences: list[list[int]]) -> list[Tensor]:
     """[tokens, vocabulary] per sequence, from the actor in this process alone."""
-    from luspo_megatron import run
-    from luspo_megatron.actor import checkpoint
-    from luspo_megatron.config import ModelConfig
+    import torch.distributed as dist
 
-    model = ModelConfig(hf=str(side.config_folder), dtype="float32")
-    with run.lone_ranks() as ranks:
-        actor = run.untrained_actor(ranks, model)
-        checkpoint.load_weights(actor, side.weights)
+    from luspo_megatron import run
+    from luspo_megatron.actor.groups import join, leave
+    from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+    from luspo_megatron.parallel import ParallelLayout
+
+    run.quiet_libraries()
+    model = ModelConfig(hf=str(side.config_folder), megatron=str(side.weights), dtype="float32")
+    ranks = join(ParallelLayout(), seed=0, store=dist.HashStore(), rank=0)
+    try:
+        actor = run.build_actor(ranks, model, ParallelConfig(), OptimizerConfig(), BatchConfig(), trainable=False)
         return packed_logits(actor, sequences)
+    finally:
+        leave()
 
 
 def packed_logits(actor: Any, sequences: list[list[int]]) -> list[Tensor]:

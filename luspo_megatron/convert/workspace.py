@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from luspo_megatron.convert.tensors import CheckpointError, sync_folder, write_d
 from luspo_megatron.errors import UserError
 
 MANIFEST = "conversion.json"
+LOCK_PATIENCE = 5.0  # seconds
 
 
 def is_complete(out: Path) -> bool:
@@ -50,16 +52,23 @@ class Workspace:
         self._check_plan(plan)
 
     def _take_lock(self) -> int:
+        """Workers inherit the lock, so a killed conversion holds it until the last of them has died, which takes a
+        moment."""
         fd = os.open(self.work / "lock", os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise UserError(f"{self.partial}: another conversion is writing to it; wait for it, or choose another "
-                            "--out") from None
-        except OSError:
-            pass  # a file system without locks
-        return fd
+        until = time.monotonic() + LOCK_PATIENCE
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    os.close(fd)
+                    raise UserError(f"{self.partial}: another conversion is writing to it; wait for it, or choose "
+                                    "another --out") from None
+                time.sleep(0.1)
+                continue
+            except OSError:
+                pass  # a file system without locks
+            return fd
 
     def _check_plan(self, plan: dict[str, Any]) -> None:
         path = self.work / "plan.json"
