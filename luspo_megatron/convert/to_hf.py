@@ -107,8 +107,7 @@ def convert(megatron: str | Path, out: str | Path, *, hf_config: str | Path | No
         shards = plan_shards(source.pieces, dtypes, shard_bytes)
     plan = {"source": str(source.weights.absolute()), "files": source_files(source.weights), "dtype": dtype,
             "shard_size": shard_bytes, "config": str(source.config_folder.absolute())}
-    with disk_errors(out):
-        space = Workspace(out, plan, resume=resume)
+    with disk_errors(out), Workspace(out, plan, resume=resume) as space:
         with summary.phase("convert"):
             context = _Context(source.source, source.pieces, dtypes, shards, space.out)
             hashes = require_once(source.pieces, _convert(context, space, summary, workers, quiet))

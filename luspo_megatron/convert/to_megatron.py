@@ -122,8 +122,7 @@ def convert(hf: str | Path, out: str | Path, layout: Layout, *, dtype: str | Non
         files = plan_files(pieces, layout, max(d.itemsize for d in dtypes.values()))
     plan = {"source": str(source.path.absolute()), "files": source_files(source.path), "dtype": dtype,
             "layout": dataclasses.asdict(layout)}
-    with disk_errors(out):
-        space = Workspace(out, plan, resume=resume)
+    with disk_errors(out), Workspace(out, plan, resume=resume) as space:
         dist = space.out / "dist"
         dist.mkdir(exist_ok=True)
         with summary.phase("convert"):
@@ -155,13 +154,13 @@ def _convert(context: _Context, space: Workspace, summary: Summary, workers: int
 
     def finished(task: tuple[Any, ...], result: Any) -> None:
         space.record(task[0], result)
-        parts[task[0]] = result
 
     progress = Progress("convert", summary.nbytes, quiet=quiet)
     with Pool(workers, context) as pool:
         done = pool.run(write_file, [(name,) for name in todo], progress=progress, finished=finished, before=before)
     progress.show(done, last=True)
-    return parts
+    # from the records in any case: then a resumed conversion pickles the same objects into .metadata
+    return {name: space.recorded(name) for name in parts}
 
 
 def _write_state(folder: Path, final: Path, layout: Layout, dtype: str) -> None:

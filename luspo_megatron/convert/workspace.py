@@ -9,7 +9,6 @@ keeps a second conversion out.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -34,7 +33,7 @@ def is_complete(out: Path) -> bool:
 
 
 class Workspace:
-    """`plan` is JSON data that must be the same when a conversion is resumed."""
+    """`plan` is JSON data that must be the same when a conversion is resumed. A context manager: holds the lock."""
 
     def __init__(self, out: Path, plan: dict[str, Any], *, resume: bool) -> None:
         self.final = out
@@ -48,8 +47,12 @@ class Workspace:
             raise UserError(f"{out.parent}: no such folder; make it first")
         self.work.mkdir(parents=True, exist_ok=True)
         self.out.mkdir(exist_ok=True)
-        self._lock = self._take_lock()
-        self._check_plan(plan)
+        self._lock: int | None = self._take_lock()
+        try:
+            self._check_plan(plan)
+        except BaseException:
+            self.close()
+            raise
 
     def _take_lock(self) -> int:
         """Workers inherit the lock, so a killed conversion holds it until the last of them has died, which takes a
@@ -108,8 +111,16 @@ class Workspace:
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
+        """Lets another conversion in."""
+        if self._lock is not None:
             os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Workspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def source_files(folder: Path) -> list[list[Any]]:
