@@ -34,6 +34,9 @@ class ModelConfig:
     """Folder of the Hugging Face model to start from (config.json, safetensors, tokenizer)."""
     family: str = ""
     """Model family where config.json does not say it: qwen3, qwen3_moe, qwen2, llama, mistral, or module:attribute."""
+    megatron: str = ""
+    """Folder of a Megatron checkpoint (torch_dist) to take the starting weights from, e.g. one that
+    tools/checkpoint_convert wrote; empty: the weights of model.hf, which gives config and tokenizer in any case."""
     tokenizer: str = ""
     """Folder of the tokenizer; empty: the model's folder."""
     ref_hf: str = ""
