@@ -113,7 +113,7 @@ class WeightSync:
             joining = pool.submit(self._join, meeting) if self._ranks.rank in self.plan.sources else None
             refusal = self._answer_of(handle)
             if refusal is not None:
-                self._meeting.stop_hosting()  # wakes every rank that waits for an engine that will not come
+                meeting.abort()  # wakes every rank that waits for an engine that will not come
             error = joining.result() if joining is not None else None
         reason = self._agree(refusal, error)
         self._broken = self._broken and reason is not None
@@ -243,9 +243,7 @@ class WeightSync:
         if self._sender is not None:
             self._sender.close()
             self._sender = None
-        if self._meeting is not None:
-            self._meeting.stop_hosting()
-            self._meeting = None
+        self._meeting = None  # and its store, where this rank hosts it
 
 
 class _Refused:

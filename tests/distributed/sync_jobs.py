@@ -4,6 +4,7 @@ through the real transports."""
 from __future__ import annotations
 
 import dataclasses
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -114,7 +115,7 @@ def push(rank: int, case: Case, folder: Any, *, settings: WeightSyncConfig, work
         warnings: list[str] = []
         sync = WeightSync(actor.gpt, actor.table, actor.ranks, settings, dtype=dtype, device=actor.device,
                           engines=engines, timeout=timeout, warn=warnings.append)
-        error = ""
+        error, began = "", time.monotonic()
         try:
             for version in range(1, versions + 1):
                 sync.push(version)
@@ -122,8 +123,10 @@ def push(rank: int, case: Case, folder: Any, *, settings: WeightSyncConfig, work
             error = f"{type(failure).__name__}: {failure}"
         finally:
             sync.close()
+        seconds = time.monotonic() - began
         if engines is None:
             return {"error": error}
         received = [{name: tensor.numpy() if dtype == "float32" else tensor.float().numpy()
                      for name, tensor in one.items()} for one in engines.received]
-        return {"error": error, "calls": engines.calls, "warnings": warnings, "received": received}
+        return {"error": error, "calls": engines.calls, "warnings": warnings, "received": received,
+                "seconds": seconds}

@@ -11,7 +11,12 @@ from luspo_megatron.weights.manifest import EngineConnection
 from luspo_megatron.weights.transports.base import Receiver, Sender, Verify
 from luspo_megatron.weights.transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from luspo_megatron.weights.transports.disk import DiskReceiver, DiskSender
-from luspo_megatron.weights.transports.process_group import ProcessGroupReceiver, ProcessGroupSender, host_store
+from luspo_megatron.weights.transports.process_group import (
+    ProcessGroupReceiver,
+    ProcessGroupSender,
+    abort_meeting,
+    host_store,
+)
 
 
 @dataclass
@@ -30,9 +35,10 @@ class Meeting:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "store": None}
 
-    def stop_hosting(self) -> None:
-        """Ends the store: whoever still waits at it for another member gets an error at once."""
-        self.store = None
+    def abort(self) -> None:
+        """Whoever still waits for another member gets an error at once."""
+        if self.store is not None:
+            abort_meeting(self.store)
 
 
 def host_meeting(transport: str, generation: int, world_size: int, folder: str, timeout: float) -> Meeting:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
@@ -24,6 +25,8 @@ from torch import Tensor
 
 from luspo_megatron.weights.manifest import Bucket, EngineConnection, Manifest
 from luspo_megatron.weights.transports.base import TransferError, Verify, check_trailer, make_trailer
+
+ABORTED = "aborted"
 
 
 def host_store(host: str = "127.0.0.1", timeout: float = 600.0) -> tuple[dist.TCPStore, str, int]:
@@ -42,6 +45,7 @@ def _build_group(host: str, port: int, generation: int, source: int, rank: int, 
     try:
         store = dist.TCPStore(host, port, None, False, span)
         prefix = dist.PrefixStore(f"weights/{generation}/source{source}", store)
+        _await_members(store, prefix, rank, world_size, timeout)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = span
@@ -57,6 +61,27 @@ def _build_group(host: str, port: int, generation: int, source: int, rank: int, 
             f"weight group of source {source}, generation {generation}: member {rank} of {world_size} could not "
             f"connect through {host}:{port} within {timeout:g} s: {_first_line(error)}"
         ) from error
+
+
+def abort_meeting(store: Any) -> None:
+    """Tells whoever waits at the store for another member that it will not come."""
+    store.set(ABORTED, "1")
+
+
+def _await_members(store: Any, prefix: Any, rank: int, world_size: int, timeout: float) -> None:
+    """Waits until every member is at the store. Building a group cannot be broken off once begun, waiting here can."""
+    prefix.set(f"here/{rank}", "1")
+    everybody = [f"here/{member}" for member in range(world_size)]
+    deadline = time.monotonic() + timeout
+    pause = 0.005
+    while not prefix.check(everybody):
+        if store.check([ABORTED]):
+            raise RuntimeError("a member failed before all had come")
+        if time.monotonic() > deadline:
+            missing = [str(member) for member in range(world_size) if not prefix.check([f"here/{member}"])]
+            raise RuntimeError(f"member {', '.join(missing)} did not come")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
 
 
 def _gloo_device(gloo: Any, host: str) -> Any:
