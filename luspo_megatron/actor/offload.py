@@ -11,6 +11,8 @@ luspo_megatron/hand_over.py has the order of these calls and the engines'.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -156,6 +158,9 @@ class ActorMemory:
     def _release(self) -> None:
         if self._actor.device.type == "cuda":
             torch.cuda.empty_cache()
+        else:  # glibc keeps freed memory for itself unless told otherwise; other C libraries have no such call
+            with contextlib.suppress(OSError, AttributeError):
+                ctypes.CDLL(None).malloc_trim(0)
 
 
 def _parameters(actor: Any) -> Iterator[Tensor]:
