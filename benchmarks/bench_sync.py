@@ -77,8 +77,8 @@ class Shards:
                 ranks = [layout.dense_rank(tp=t, dp=dp, pp=pp) for t in range(layout.tp)]
                 made = dist.new_group(ranks)
                 group = made if rank in ranks else group
+        self.group = group
         self.gatherer.rank, self.gatherer._shards = rank, shards
-        self.gatherer._tp_group = self.gatherer._etp_group = group
 
 
 class _Done:
@@ -128,17 +128,19 @@ def trainer(rank: int, args: argparse.Namespace, folder: str, connection: Any, r
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/world", RANKS + 1), rank=rank, world_size=RANKS + 1)
     trainers = dist.new_group(list(range(RANKS)))
-    from luspo_megatron.actor.groups import Ranks
     from luspo_megatron.config import WeightSyncConfig
+    from luspo_megatron.ranks import Ranks
     from luspo_megatron.weights import sync as sync_module
     from luspo_megatron.weights.table import WeightTable
 
     table, layout = WeightTable(shape_for(args.gigabytes)), layout_of(args.layout)
     shards = Shards(table, layout, rank)
+    ranks = Ranks(layout, rank, trainers, shards.group, shards.group)
+    shards.gatherer._ranks = ranks
     raw_send(rank)
     settings = WeightSyncConfig(bucket_bytes=args.bucket_mb * 2**20, verify=args.verify)
     sync_module.ShardGatherer = lambda *_: shards.gatherer  # type: ignore[assignment, misc]
-    sync = sync_module.WeightSync(None, table, Ranks(layout, rank, trainers), settings, dtype="float32",
+    sync = sync_module.WeightSync(None, table, ranks, settings, dtype="float32",
                                   device=torch.device("cpu"), engines=Engine(connection) if rank == 0 else None)
     sync.push(1)  # connects, and touches every page once
     seconds, extra = [], 0.0

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from luspo_megatron.parallel import ParallelLayout
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.weights.layouts import Block
 from luspo_megatron.weights.load import local_parameters
 from luspo_megatron.weights.manifest import Bucket
@@ -24,17 +24,13 @@ from luspo_megatron.weights.table import WeightTable
 class ShardGatherer:
     """Walks a plan on one rank. Every rank must walk the same plan at the same time."""
 
-    def __init__(self, gpt: Any, table: WeightTable, layout: ParallelLayout, rank: int) -> None:
-        from megatron.core import parallel_state
-
-        self.rank = rank
-        self._shards = {entry.megatron: parameter.data
-                        for entry, parameter in local_parameters(gpt, table, layout, rank) if not entry.row.load_only}
-        self._tp_group = parallel_state.get_tensor_model_parallel_group()
-        self._etp_group = parallel_state.get_expert_tensor_parallel_group()
+    def __init__(self, gpt: Any, table: WeightTable, ranks: Ranks) -> None:
+        self.rank, self._ranks = ranks.rank, ranks
+        own = local_parameters(gpt, table, ranks.layout, ranks.rank)
+        self._shards = {entry.megatron: parameter.data for entry, parameter in own if not entry.row.load_only}
 
     def _group(self, unit: Unit) -> Any:
-        return self._etp_group if unit.is_expert else self._tp_group
+        return self._ranks.etp_group if unit.is_expert else self._ranks.tp_group
 
     # ------------------------------------------------------------------ one bucket
     @torch.no_grad()

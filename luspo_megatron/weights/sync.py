@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import torch
 
-from luspo_megatron.actor.groups import Ranks
 from luspo_megatron.config import WeightSyncConfig
 from luspo_megatron.errors import RunError, UserError
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.weights.gather import ShardGatherer
 from luspo_megatron.weights.manifest import Manifest
 from luspo_megatron.weights.plan import Receivers, plan_sync
@@ -63,7 +63,7 @@ class WeightSync:
         if settings.transport == "disk":  # files hold whole tensors, so that any engine can read them
             bucket_bytes = max(bucket_bytes, table.largest_bytes(dtype))
         self.plan = plan_sync(table, ranks.layout, dtype, bucket_bytes, receivers)
-        self._gatherer = ShardGatherer(gpt, table, ranks.layout, ranks.rank)
+        self._gatherer = ShardGatherer(gpt, table, ranks)
         self._sender: Sender | None = None
         self._meeting: Meeting | None = None
         self._generation = -1
