@@ -6,7 +6,7 @@ does. `ShardGatherer.walk` serves the export: whole tensors of one unit at a tim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from luspo_megatron.ranks import Ranks
 from luspo_megatron.weights.layouts import Block
 from luspo_megatron.weights.load import local_parameters
-from luspo_megatron.weights.manifest import Bucket
+from luspo_megatron.weights.manifest import Bucket, TensorSlice
 from luspo_megatron.weights.plan import Move, SyncPlan, Unit, moves_of
 from luspo_megatron.weights.table import WeightTable
 
@@ -91,6 +91,13 @@ class ShardGatherer:
             merged = entry.row.layout.merge(parts[entry.megatron])
             tensors.update(zip(entry.hf_names, merged, strict=True))
         return tensors
+
+
+def fill_bucket(buffer: Tensor, tensors: Mapping[str, Tensor], slices: Iterable[TensorSlice]) -> None:
+    """Copies slices of whole tensors into `buffer` (uint8), each at its offset; gaps keep what was there."""
+    for piece in slices:
+        flat = tensors[piece.name].reshape(-1)[piece.start : piece.start + piece.numel]
+        buffer[piece.offset : piece.offset + piece.nbytes].view(flat.dtype).copy_(flat)
 
 
 def _strided(flat: Tensor, block: Block, *, source: bool) -> Tensor:
