@@ -250,10 +250,10 @@ class Fleet:
             any(slot.connected == self.generation and not slot.ready for slot in self.slots)
 
     async def connect_weights(self, host: str, port: int, generation: int, sources: tuple[int, ...],
-                              world_size: int, timeout: float) -> None:
+                              world_size: int, timeout: float, **how: str) -> None:
         """All ready engines join the groups of ``sources``; returns when every one is in.
 
-        ``world_size`` is what the trainer counted (workers + 1); RunError when an engine died in between.
+        ``how``: transport and folder of the EngineConnection. ``world_size`` is what the trainer counted (workers + 1); RunError when an engine died in between.
         """
         ready = [slot for slot in self.slots if slot.ready and slot.client is not None]
         if len(ready) + 1 != world_size:
@@ -261,7 +261,7 @@ class Fleet:
                            f"{self._logs()}")
         ranks = {slot.index: rank for rank, slot in enumerate(ready, start=1)}
         await self._on_all(ready, lambda slot, client: client.connect_weights(
-            EngineConnection(host, port, generation, sources, world_size, ranks[slot.index], timeout)))
+            EngineConnection(host, port, generation, sources, world_size, ranks[slot.index], timeout, **how)))
         for slot in ready:
             slot.connected = generation
         self.generation = generation
