@@ -102,6 +102,18 @@ class RolloutConfig:
     """Engine servers that the run starts by itself."""
     urls: tuple[str, ...] = ()
     """External engine servers; when given, none is started."""
+    engine_args: tuple[str, ...] = ()
+    """Flags for vLLM or SGLang itself, as its own documentation names them; they win over the ones set here. One string
+    may hold several, e.g. "--tensor-parallel-size 8 --enable-expert-parallel"."""
+    engine_python: str = ""
+    """Python interpreter of the environment that the engine is installed in; empty: this program's own."""
+    engine_env: tuple[str, ...] = ()
+    """Environment variables of the engines, each as NAME=value."""
+    in_flight_updates: bool = False
+    """vLLM and SGLang: a weight push freezes running sequences, which go on under the new weights; otherwise it waits
+    for them."""
+    routed_experts: bool = False
+    """Have the engine report the experts that its router chose (routing replay); SGLang, and vLLM on GPUs."""
     prompts_per_step: int = 128
     """Prompts per rollout step."""
     group_size: int = 8
@@ -113,7 +125,7 @@ class RolloutConfig:
     max_response_tokens: int = 1024
     """Longest response; a longer one is truncated (finish reason "length")."""
     batch_size: int = 256
-    """Sequences per generate request of the embedded engine."""
+    """Sequences per generate request."""
     threads: int = 1
     """Torch threads of the embedded engine."""
     dynamic_sampling: bool = False
@@ -123,7 +135,7 @@ class RolloutConfig:
     max_retries: int = 3
     """How often a failed request is tried again on another engine."""
     request_timeout: float = 600.0
-    """Seconds for one generate request."""
+    """Seconds for one generate request, and for a weight push to wait for running sequences."""
     start_timeout: float = 300.0
     """Seconds for an engine to become healthy."""
 
