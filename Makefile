@@ -10,6 +10,7 @@ PYTHON ?=
 TORCH_INDEX_URL ?=
 TESTS ?= tests
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,6 +30,7 @@ help: ## list the targets
 	@echo
 	@echo 'PYTHON: the Python (>= 3.12) to use, otherwise one is looked for.'
 	@echo 'TORCH_INDEX_URL: package index with another build of torch, e.g. one of CPU builds'
+	@echo 'DEMO_ARGS: flags of luspo train for the demo; WORLD_SIZE, TP, PP, EP, SEED in the environment choose its layout'
 	@echo 'TESTS, PYTEST_ARGS: what make test runs, e.g. make test TESTS=tests/unit PYTEST_ARGS="-k config"'
 
 .PHONY: setup
@@ -57,7 +59,7 @@ test: setup ## run all tests
 
 .PHONY: demo
 demo: setup ## build, cold-start, train and evaluate a tiny Qwen3-MoE on this machine's CPU (about 10 minutes)
-	PATH="$(CURDIR)/$(BIN):$$PATH" bash examples/qwen3_moe/tiny_cpu.sh
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON='$(CURDIR)/$(BIN)/python' bash examples/qwen3_moe/tiny_cpu.sh $(DEMO_ARGS)
 
 .PHONY: clean
 clean: ## remove .venv, caches and build folders; runs/ stays
