@@ -223,7 +223,12 @@ class WeightSyncConfig:
     bucket_bytes: int = 512 * 2**20
     """Upper bound of one weight bucket."""
     verify: Literal["off", "sample", "full"] = "full"
-    """Compare per-tensor checksums at both ends: never, for a sample of the tensors, or for all."""
+    """Compare per-tensor checksums at both ends: never, for a sample of the tensors (others in each push), or for all."""
+    transport: Literal["process_group", "cuda_ipc", "disk"] = "process_group"
+    """How the bytes travel: a process group (gloo on CPU, NCCL on GPU), GPU memory shared with engines on the same GPUs
+    (cuda_ipc), or safetensors files in a folder that trainer and engines share (disk)."""
+    folder: str = ""
+    """Folder of the disk transport; empty: <run.dir>/weights."""
 
 
 @dataclass(frozen=True)

@@ -153,13 +153,16 @@ class ControllerClient:
         return WeightsStatus(**self.call("weights_status"))
 
     def connect_weights(self, store_host: str, store_port: int, generation: int, sources: tuple[int, ...], *,
-                        world_size: int, timeout: float = 600.0) -> Handle:
+                        world_size: int, timeout: float = 600.0, transport: str = "process_group",
+                        folder: str = "") -> Handle:
         """Engines start to join the groups. Does not wait: build the senders, then take ``.result()``.
 
         ``world_size``: weights_status().num_workers + 1. ``generation``: larger than every earlier one of the run.
+        ``transport``, ``folder``: as in EngineConnection.
         """
         return self.call_async("connect_weights", store_host=store_host, store_port=store_port, generation=generation,
-                               sources=list(sources), world_size=world_size, timeout=timeout)
+                               sources=list(sources), world_size=world_size, timeout=timeout, transport=transport,
+                               folder=folder)
 
     def update_weights_async(self, manifest: Mapping[str, Any]) -> Handle:
         """Engines start to receive a push (Manifest.to_dict()); send it, then take ``.result()``."""
