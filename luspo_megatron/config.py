@@ -132,7 +132,7 @@ class RolloutConfig:
     max_response_tokens: int = 1024
     """Longest response; a longer one is truncated (finish reason "length")."""
     batch_size: int = 256
-    """Sequences per generate request of the embedded engine."""
+    """Sequences per generate request."""
     threads: int = 1
     """Torch threads of the embedded engine."""
     dynamic_sampling: bool = False
@@ -142,7 +142,7 @@ class RolloutConfig:
     max_retries: int = 3
     """How often a failed request is tried again on another engine."""
     request_timeout: float = 600.0
-    """Seconds for one generate request."""
+    """Seconds for one generate request, and for a weight push to wait for running sequences."""
     start_timeout: float = 300.0
     """Seconds for an engine to become healthy."""
 

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -58,7 +59,19 @@ class OwnProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """None while it runs; negative: the signal that ended it.
+
+        Once it has ended, what is left of its group is killed: an engine's own processes outlive the one we started
+        when that is killed. It is still a zombie then, so the group's id cannot belong to anyone else.
+        """
+        if self._process.returncode is None:
+            try:
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                ended = None
+            if ended is None:
+                return None
+            self._signal(signal.SIGKILL)
         return self._process.poll()
 
     def describe_end(self) -> str:
@@ -73,13 +86,15 @@ class OwnProcess:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        if self._process.poll() is None:
+        if self.returncode is None:
             self._signal(signal.SIGTERM)
-            try:
-                self._process.wait(grace)
-            except subprocess.TimeoutExpired:
+            deadline = time.monotonic() + grace
+            while self.returncode is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if self.returncode is None:
                 self._signal(signal.SIGKILL)
-                self._process.wait()
+                while self.returncode is None:
+                    time.sleep(0.02)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
