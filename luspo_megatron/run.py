@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from luspo_megatron.config import BatchConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from luspo_megatron.config_checks import model_facts, resolve_layout
 from luspo_megatron.config_io import load_config, save_config
 from luspo_megatron.errors import RunError, UserError
@@ -66,13 +66,14 @@ def join_ranks(model: ModelConfig, parallel: ParallelConfig, seed: int) -> Any:
 
 
 def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig,
-                batch: BatchConfig, *, temperature: float = 1.0, trainable: bool = True, weights: str | None = None) -> Any:
+                batch: BatchConfig, *, loss: LossConfig | None = None, temperature: float = 1.0, trainable: bool = True,
+                weights: str | None = None) -> Any:
     """The actor with the weights of `weights` (default: model.hf; empty: left as built)."""
     from luspo_megatron.actor.actor import Actor
     from luspo_megatron.weights.architecture import read_architecture
 
     actor = Actor(read_architecture(model.hf), ranks, model=model, parallel=parallel, optimizer=optimizer, batch=batch,
-                  temperature=temperature, trainable=trainable)
+                  loss=loss, temperature=temperature, trainable=trainable)
     folder = model.hf if weights is None else weights
     if folder:
         actor.load_hf(folder)

@@ -43,8 +43,8 @@ from luspo_megatron.kernels.rows import RowGradients, Rows, merge, row_backend
 __all__ = ["HeadOptions", "token_logprobs"]
 
 
-def token_logprobs(hidden: Float[Tensor, "Ts h"], weight: Float[Tensor, "Vt h"], targets: Int[Tensor, "T"],
-                   rows: Bool[Tensor, "T"], options: HeadOptions) -> tuple[Float[Tensor, "R"], Float[Tensor, "R"]]:
+def token_logprobs(hidden: Float[Tensor, "Ts h"], weight: Float[Tensor, "Vt h"], targets: Int[Tensor, " T"],
+                   rows: Bool[Tensor, " T"], options: HeadOptions) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
     """Log-prob of the target and entropy at the R rows where `rows` is True, the same on every tensor-parallel rank.
 
     Ts = T / tp under sequence parallelism, else T; Vt = padded vocabulary / tp. Results are float32, or float64 for
@@ -117,13 +117,12 @@ def _local_statistics(backend: Rows, x: Tensor, weight: Tensor, y: Tensor, optio
     state[0] = float("-inf")
     if x.shape[0] == 0:
         return state
-    space = Workspace()
+    space = Workspace(x.device)
     wide = x if x.is_cuda else x.to(dtype)
     for chunk in chunks(weight, x.shape[0], options):
         logits = _logits(wide, weight, chunk, dtype, space)
         exps = cache.room(chunk, x.shape[0], weight)
-        reference = backend.statistics(logits, y - chunk.first, 1.0 / options.temperature, state, exps,
-                                       lambda *shape: space.take(*shape[:3], x, shape[3]))
+        reference = backend.statistics(logits, y - chunk.first, 1.0 / options.temperature, state, exps, space)
         if exps is not None and reference is not None:
             cache.add(chunk, exps, reference)
     return state
@@ -134,7 +133,7 @@ def _logits(x: Tensor, weight: Tensor, chunk: Chunk, dtype: torch.dtype, space: 
     part = chunk.of(weight)
     if x.is_cuda:
         return product(x, part.t(), dtype)
-    return product(x, part.to(dtype).t(), dtype, space.take(0, x.shape[0], chunk.size, x, dtype))
+    return product(x, part.to(dtype).t(), dtype, space.take(0, x.shape[0], chunk.size, dtype))
 
 
 def _join_ranks(state: Tensor, options: HeadOptions) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +163,7 @@ def _backward_chunks(backend: Rows, cache: _Cache, x: Tensor, weight: Tensor, y:
     dtype = rows.lse.dtype
     inv_temperature = 1.0 / options.temperature
     grad_x = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    space = Workspace()
+    space = Workspace(x.device)
     wide = x if x.is_cuda else x.to(dtype)
     complete = False
 
@@ -175,8 +174,7 @@ def _backward_chunks(backend: Rows, cache: _Cache, x: Tensor, weight: Tensor, y:
             yield chunk, _logits(wide, weight, chunk, dtype, space), None
 
     for chunk, source, reference in sources():
-        g = backend.gradient(source, reference, y - chunk.first, rows, inv_temperature, weight.dtype,
-                             lambda *shape: space.take(*shape[:3], x, shape[3]))
+        g = backend.gradient(source, reference, y - chunk.first, rows, inv_temperature, weight.dtype, space)
         complete = g.complete
         if g.scale is None:
             add_product(grad_x, g.matrix, chunk.of(weight))

@@ -78,13 +78,15 @@ def chunks(weight: Tensor, num_rows: int, options: HeadOptions, start: int = 0) 
 class Workspace:
     """Two buffers that all chunks of one pass share on the CPU, where fresh large allocations cost page faults."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._buffers: dict[int, Tensor] = {}
 
-    def take(self, slot: int, rows: int, columns: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """[rows, columns], contents undefined, valid until the slot is taken again."""
-        if like.is_cuda:
-            return torch.empty((rows, columns), dtype=dtype, device=like.device)
+    def take(self, slot: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """[rows, columns], contents undefined, valid until the slot is taken again. Slot 0 holds the logits, slot 1 is
+        for the backend."""
+        if self.device.type == "cuda":
+            return torch.empty((rows, columns), dtype=dtype, device=self.device)
         known = self._buffers.get(slot)
         if known is None or known.numel() < rows * columns or known.dtype != dtype:
             known = self._buffers[slot] = torch.empty(rows * columns, dtype=dtype)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,10 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from luspo_megatron.errors import UserError
-from luspo_megatron.kernels.head import HeadOptions
-
-Take = Callable[[int, int, int, torch.dtype], Tensor]
-"""(slot, rows, columns, dtype) -> a work buffer; slot 0 holds the logits, slot 1 is free for the backend."""
+from luspo_megatron.kernels.head import HeadOptions, Workspace
 
 
 @dataclass(frozen=True)
@@ -34,12 +30,12 @@ class RowGradients:
     compute from p (1 - p loses its digits where p is near 1). with_entropy: whether grad_entropy holds anything but 0.
     """
 
-    index: Int[Tensor, "R"]
-    lse: Float[Tensor, "R"]
-    entropy: Float[Tensor, "R"]
-    grad_logp: Float[Tensor, "R"]
-    grad_entropy: Float[Tensor, "R"]
-    own: Float[Tensor, "R"]
+    index: Int[Tensor, " R"]
+    lse: Float[Tensor, " R"]
+    entropy: Float[Tensor, " R"]
+    grad_logp: Float[Tensor, " R"]
+    grad_entropy: Float[Tensor, " R"]
+    own: Float[Tensor, " R"]
     with_entropy: bool
 
 
@@ -49,7 +45,7 @@ class ChunkGradient:
     which are 0 in `matrix` and are added by the caller."""
 
     matrix: Float[Tensor, "R C"]
-    scale: Float[Tensor, "R"] | None
+    scale: Float[Tensor, " R"] | None
     complete: bool
 
 
@@ -57,13 +53,13 @@ class Rows(Protocol):
     """logits hold x * temperature, [R, C] contiguous, and may be overwritten; `column` [R] int64 is the target's column
     and may lie outside 0 .. C - 1."""
 
-    def statistics(self, logits: Float[Tensor, "R C"], column: Int[Tensor, "R"], inv_temperature: float,
-                   state: Float[Tensor, "4 R"], exps: Float[Tensor, "R C"] | None, take: Take) -> Tensor | None:
+    def statistics(self, logits: Float[Tensor, "R C"], column: Int[Tensor, " R"], inv_temperature: float,
+                   state: Float[Tensor, "4 R"], exps: Float[Tensor, "R C"] | None, space: Workspace) -> Tensor | None:
         """Folds a chunk into `state` (peak, total, weighted, target). With `exps`, writes e^(x - reference) there and
         returns reference [R], the chunk's own maximum."""
 
-    def gradient(self, source: Float[Tensor, "N C"], reference: Float[Tensor, "N"] | None, column: Int[Tensor, "R"],
-                 rows: RowGradients, inv_temperature: float, dtype: torch.dtype, take: Take) -> ChunkGradient:
+    def gradient(self, source: Float[Tensor, "N C"], reference: Float[Tensor, " N"] | None, column: Int[Tensor, " R"],
+                 rows: RowGradients, inv_temperature: float, dtype: torch.dtype, space: Workspace) -> ChunkGradient:
         """From recomputed logits (N = R, reference None) or from the cache of all N rows of the forward."""
 
 
@@ -85,7 +81,7 @@ def triton_usable(device: torch.device) -> bool:
 
 
 def row_backend(options: HeadOptions, weight: Tensor) -> Rows:
-    """auto: triton on CUDA where installed, else torch. float64 is torch's. Raises UserError for triton without CUDA."""
+    """auto: triton on CUDA where installed, else torch; float64 is torch's. UserError for triton without CUDA."""
     usable = triton_usable(weight.device)
     if options.backend == "triton" and not usable:
         raise UserError(f"loss.backend=triton: triton needs a CUDA device and the triton package, and the head is on "

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from luspo_megatron.kernels.rows import ChunkGradient, RowGradients, Take, merge
+from luspo_megatron.kernels.head import Workspace
+from luspo_megatron.kernels.rows import ChunkGradient, RowGradients, merge
 
 
 def _owned(column: Tensor, columns: int) -> tuple[Tensor, Tensor]:
@@ -20,16 +21,17 @@ def _owned(column: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 class TorchRows:
     def statistics(self, logits: Tensor, column: Tensor, inv_temperature: float, state: Tensor, exps: Tensor | None,
-                   take: Take) -> Tensor | None:
+                   space: Workspace) -> Tensor | None:
         if inv_temperature != 1.0:
             logits.mul_(inv_temperature)
-        own = _owned(column, logits.shape[1])
+        rows, columns = logits.shape
+        own = _owned(column, columns)
         target = torch.zeros_like(state[3])
         target[own[0]] = logits[own]
         peak = logits.amax(-1)
         shifted = logits.sub_(peak[:, None])
         kept = exps is not None and exps.dtype == shifted.dtype
-        e = torch.exp(shifted, out=exps if kept else take(1, *shifted.shape, shifted.dtype))
+        e = torch.exp(shifted, out=exps if kept else space.take(1, rows, columns, shifted.dtype))
         if exps is not None and not kept:
             exps.copy_(e)
         part = torch.stack([peak, e.sum(-1), torch.linalg.vecdot(e, shifted), target])
@@ -37,7 +39,7 @@ class TorchRows:
         return None if exps is None else peak
 
     def gradient(self, source: Tensor, reference: Tensor | None, column: Tensor, rows: RowGradients,
-                 inv_temperature: float, dtype: torch.dtype, take: Take) -> ChunkGradient:
+                 inv_temperature: float, dtype: torch.dtype, space: Workspace) -> ChunkGradient:
         own = _owned(column, source.shape[1])
         scale = rows.grad_logp * -inv_temperature
         if reference is None:
@@ -51,7 +53,7 @@ class TorchRows:
             if rows.index.shape[0] == source.shape[0]:
                 matrix = source
             else:
-                matrix = take(1, rows.index.shape[0], source.shape[1], source.dtype)
+                matrix = space.take(1, rows.index.shape[0], source.shape[1], source.dtype)
                 torch.index_select(source, 0, rows.index, out=matrix)
             if rows.with_entropy:
                 e = matrix.to(rows.lse.dtype)

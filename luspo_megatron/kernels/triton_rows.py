@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from luspo_megatron.kernels.rows import ChunkGradient, RowGradients, Take
+from luspo_megatron.kernels.head import Workspace
+from luspo_megatron.kernels.rows import ChunkGradient, RowGradients
 
 STATISTICS_BLOCK, STATISTICS_WARPS = 2048, 4
 GRADIENT_BLOCK, GRADIENT_WARPS = 2048, 4
@@ -27,7 +28,7 @@ _LSE, _SHIFT, _GRAD_LOGP, _GRAD_ENTROPY, _ENTROPY, _OWN = range(6)
 
 
 @triton.jit
-def statistics_kernel(
+def statistics_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [R, C] float32, read: x * temperature
     column_ptr,  # [R] int64, read: column of the target, may lie outside 0 .. C - 1
     state_ptr,  # [4, R] float32, read and written: peak, total, weighted, target over the columns so far
@@ -81,7 +82,7 @@ def statistics_kernel(
 
 
 @triton.jit
-def gradient_kernel(
+def gradient_kernel(  # type: ignore[no-untyped-def]
     source_ptr,  # [N, C], read: float32 logits (x * temperature), or with CACHED exponentials in the weight's dtype
     index_ptr,  # [R] int64, read with CACHED: row of `source` of each active row
     column_ptr,  # [R] int64, read: column of the target, may lie outside 0 .. C - 1
@@ -122,7 +123,7 @@ def gradient_kernel(
 
 class TritonRows:
     def statistics(self, logits: Tensor, column: Tensor, inv_temperature: float, state: Tensor, exps: Tensor | None,
-                   take: Take) -> Tensor | None:
+                   space: Workspace) -> Tensor | None:
         rows, columns = logits.shape
         reference = None if exps is None else torch.empty_like(state[0])
         if rows:
@@ -133,11 +134,11 @@ class TritonRows:
         return reference
 
     def gradient(self, source: Tensor, reference: Tensor | None, column: Tensor, rows: RowGradients,
-                 inv_temperature: float, dtype: torch.dtype, take: Take) -> ChunkGradient:
+                 inv_temperature: float, dtype: torch.dtype, space: Workspace) -> ChunkGradient:
         count, columns = rows.index.shape[0], source.shape[1]
         shift = rows.lse if reference is None else reference[rows.index] - rows.lse
         vectors = torch.stack([rows.lse, shift, rows.grad_logp, rows.grad_entropy, rows.entropy, rows.own])
-        out = take(1, count, columns, dtype)
+        out = space.take(1, count, columns, dtype)
         grid: Any = (count, triton.cdiv(columns, GRADIENT_BLOCK))
         if count:
             gradient_kernel[grid](

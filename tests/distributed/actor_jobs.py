@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from luspo_megatron.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from luspo_megatron.config import AlgorithmConfig, BatchConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from luspo_megatron.parallel import ParallelLayout
 
 
@@ -26,6 +26,7 @@ class Case:
     distributed_optimizer: bool = True
     max_tokens: int = 96
     recompute: str = "none"
+    cache_bytes: int = 0
 
     @property
     def layout(self) -> ParallelLayout:
@@ -47,7 +48,8 @@ def actor_of(rank: int, case: Case, folder: Any, **model: Any) -> Iterator[Any]:
             read_architecture(folder), ranks, model=ModelConfig(hf=str(folder), recompute=case.recompute, **model),
             parallel=ParallelConfig(sequence_parallel=case.sequence_parallel,
                                     distributed_optimizer=case.distributed_optimizer),
-            optimizer=OPTIMIZER, batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens, logprob_chunk_bytes=65536))
+            optimizer=OPTIMIZER, batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens),
+            loss=LossConfig(chunk_bytes=65536, cache_bytes=case.cache_bytes))
         actor.load_hf(str(folder))
         yield actor
     finally:
