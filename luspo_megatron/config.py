@@ -221,8 +221,16 @@ class OptimizerConfig:
 class BatchConfig:
     max_tokens_per_micro_batch: int = 16384
     """Token budget of one packed micro-batch of one data-parallel rank."""
-    logprob_chunk_bytes: int = 64 * 2**20
-    """Memory budget of one logits chunk of the loss stage."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    chunk_bytes: int = 0
+    """Working memory of one chunk of logits in the loss stage; 0: 64 MiB on CPU, 256 MiB on CUDA."""
+    cache_bytes: int = 0
+    """Memory for exponentials kept from forward to backward, which saves recomputing those logits; 0: none."""
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """Row arithmetic of the loss stage; auto: triton on CUDA where it is installed, else torch."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +298,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
@@ -322,6 +331,7 @@ class SftConfig:
     """Demonstrations per optimizer step."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5, decay="linear"))
     batch: BatchConfig = field(default_factory=BatchConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 

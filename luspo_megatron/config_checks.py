@@ -19,6 +19,7 @@ from luspo_megatron.config import (
     Config,
     EvalCommandConfig,
     ExportConfig,
+    LossConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -65,6 +66,7 @@ def validate(config: Config, facts: Architecture | None = None) -> list[Violatio
     found += check_optimizer(config.optimizer)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     found += check_batch(config.batch, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
+    found += check_loss(config.loss)
     found += check_checkpoint(config.checkpoint)
     found += at_least("--run.steps", config.run.steps, 1)
     found += at_least("--run.sample_table_every", config.run.sample_table_every, 0)
@@ -89,6 +91,7 @@ def validate_sft(config: SftConfig, facts: Architecture | None = None) -> list[V
     found += at_least("--run.steps", config.run.steps, 1)
     found += check_optimizer(config.optimizer)
     found += check_batch(config.batch, config.data.max_tokens, "data.max_tokens")
+    found += check_loss(config.loss)
     found += check_checkpoint(config.checkpoint)
     return found
 
@@ -236,7 +239,11 @@ def check_batch(batch: BatchConfig, longest: int, longest_name: str) -> Iterator
     if batch.max_tokens_per_micro_batch < longest:
         mend = f"the longest sequence ({longest_name}) is {longest} tokens; take at least that"
         yield Violation("--batch.max_tokens_per_micro_batch", batch.max_tokens_per_micro_batch, mend)
-    yield from at_least("--batch.logprob_chunk_bytes", batch.logprob_chunk_bytes, 1)
+
+
+def check_loss(loss: LossConfig) -> Iterator[Violation]:
+    yield from at_least("--loss.chunk_bytes", loss.chunk_bytes, 0)
+    yield from at_least("--loss.cache_bytes", loss.cache_bytes, 0)
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> Iterator[Violation]:

@@ -14,7 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from luspo_megatron.config import BatchConfig, LaunchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from luspo_megatron.config import (
+    BatchConfig,
+    LaunchConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from luspo_megatron.config_checks import model_facts, resolve_layout
 from luspo_megatron.config_io import load_config, save_config
 from luspo_megatron.errors import RunError, UserError
@@ -108,7 +115,7 @@ def join_ranks(model: ModelConfig, parallel: ParallelConfig, seed: int) -> Any:
 
 
 def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig,
-                batch: BatchConfig, *, temperature: float = 1.0, trainable: bool = True,
+                batch: BatchConfig, *, loss: LossConfig | None = None, temperature: float = 1.0, trainable: bool = True,
                 weights: str | None = None) -> Any:
     """The actor with the weights of `weights` (a Hugging Face folder; empty: left as built; None: model.megatron, else
     model.hf)."""
@@ -117,7 +124,7 @@ def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimi
     from luspo_megatron.weights.architecture import read_architecture
 
     actor = Actor(read_architecture(model.hf, model.family), ranks, model=model, parallel=parallel,
-                  optimizer=optimizer, batch=batch, temperature=temperature, trainable=trainable)
+                  optimizer=optimizer, batch=batch, loss=loss, temperature=temperature, trainable=trainable)
     folder = model.hf if weights is None else weights
     if weights is None and model.megatron:
         checkpoint.load_weights(actor, model.megatron)

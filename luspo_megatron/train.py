@@ -39,7 +39,7 @@ def train(config: Config) -> None:
     found = run.resume_from(config.run.dir, config.run.resume)
     ranks = run.join_ranks(config.model, config.parallel, config.run.seed)
     with contextlib.ExitStack() as stack:
-        actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
+        actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch, loss=config.loss,
                                 temperature=config.rollout.temperature)
         reference = reference_policy(config, ranks)
         state: dict[str, Any] = {"step": 0, "updates": 0, "weight_version": 1,
@@ -132,7 +132,7 @@ def reference_policy(config: Config, ranks: Any) -> Any:
     if not config.algorithm.kl_coef:
         return None
     return run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
-                           temperature=config.rollout.temperature, trainable=False,
+                           loss=config.loss, temperature=config.rollout.temperature, trainable=False,
                            weights=config.model.ref_hf or None)
 
 
