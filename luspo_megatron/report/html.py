@@ -108,7 +108,8 @@ def _tiles(folder: Path, rows: Sequence[Row], summary: Row) -> str:
         tiles.append(_tile("Time", duration(seconds), small))
     if summary.get("layout"):
         seed = summary.get("seed")
-        tiles.append(_tile("Layout", str(summary["layout"]).replace("x", " x "), "" if seed is None else visible(f"seed {seed}")))
+        layout = str(summary["layout"]).replace("x", " x ")
+        tiles.append(_tile("Layout", layout, "" if seed is None else visible(f"seed {seed}")))
     return f'<dl class="tiles">{"".join(tiles)}</dl>' if tiles else ""
 
 

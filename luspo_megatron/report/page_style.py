@@ -28,7 +28,8 @@ h3 { font-size: .95rem; margin: 0; }
 .tile { padding: 10px 14px; }
 .tile dt { color: var(--soft); font-size: .8rem; }
 .tile dd { margin: 0; }
-.tile b { display: block; overflow-wrap: anywhere; font-size: 1.3rem; line-height: 1.35; font-weight: 600; font-variant-numeric: tabular-nums; }
+.tile b { display: block; overflow-wrap: anywhere;
+  font-size: 1.3rem; line-height: 1.35; font-weight: 600; font-variant-numeric: tabular-nums; }
 .tile small { color: var(--soft); font-size: .8rem; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 .warnings { background: var(--warn-back); border: 1px solid var(--warn-line); border-radius: 8px; padding: 10px 16px;
