@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from luspo_megatron.config import BatchConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from luspo_megatron.parallel import ParallelLayout
 from luspo_megatron.planning.sizes import StageSizes
 from luspo_megatron.weights.architecture import Architecture, padded_vocab
@@ -73,10 +73,12 @@ class TrainerMemory:
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         return own | {"training": self.training, "syncing": self.syncing}
 
+CHUNK_BYTES = 256 * 2**20  # of the loss stage on CUDA, where loss.chunk_bytes is 0 (kernels/head.py)
+
 
 def trainer_memory(arch: Architecture, layout: ParallelLayout, stage: StageSizes, *, model: ModelConfig,
-                   parallel: ParallelConfig, optimizer: OptimizerConfig, batch: BatchConfig, num_microbatches: int,
-                   bucket_bytes: int, reference: bool = False, fused: bool = False,
+                   parallel: ParallelConfig, optimizer: OptimizerConfig, batch: BatchConfig, loss: LossConfig,
+                   num_microbatches: int, bucket_bytes: int, reference: bool = False, fused: bool = False,
                    tokens: int | None = None) -> TrainerMemory:
     """Memory of a rank of ``stage``. ``tokens``: of the largest micro-batch (default: the budget); ``bucket_bytes``:
     largest weight bucket that it sends; ``fused``: Transformer Engine's layers."""
@@ -92,7 +94,8 @@ def trainer_memory(arch: Architecture, layout: ParallelLayout, stage: StageSizes
     kept, extra = layer.kept(model.recompute)
     activations = in_flight * (stage.layers * kept + (layer.one_norm if last else 0)) + extra
     between = layer.backward + (vocab_grad if first else 0)
-    head = layer.loss_stage + 2 * batch.logprob_chunk_bytes + vocab_grad if last else 0
+    chunk = (loss.chunk_bytes or CHUNK_BYTES) + loss.cache_bytes
+    head = layer.loss_stage + chunk + vocab_grad if last else 0
     return TrainerMemory(
         parameters=p * (padded + stage.frozen), gradients=4 * padded,
         optimizer=0 if optimizer.cpu_offload else moment_bytes * shard,

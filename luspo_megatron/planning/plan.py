@@ -161,7 +161,7 @@ def _details(config: Config, machine: Machine, table: WeightTable, nodes: int, g
     largest = max(bucket.nbytes for unit in sync.units for bucket in unit.buckets)
     trainers = [trainer_memory(
         table.arch, layout, stage, model=config.model, parallel=config.parallel, optimizer=config.optimizer,
-        batch=config.batch, num_microbatches=batches.micro_batches_max, bucket_bytes=largest,
+        batch=config.batch, loss=config.loss, num_microbatches=batches.micro_batches_max, bucket_bytes=largest,
         reference=config.algorithm.kl_coef > 0, fused=machine.fused) for stage in sizes]
     engine_gpus = (config.launch.engine_nodes or nodes) * gpus
     engine = engine_memory(config, table, machine.gpu_memory, engine_gpus)

@@ -25,7 +25,7 @@ class Case:
     sequence_parallel: bool = True
     distributed_optimizer: bool = True
     max_tokens: int = 96
-    logprob_chunk_bytes: int = 65536
+    chunk_bytes: int = 65536
     recompute: str = "none"
     family: str = ""
     cache_bytes: int = 0
@@ -52,7 +52,7 @@ def actor_of(rank: int, case: Case, folder: Any, *, trainable: bool = True, **mo
             parallel=ParallelConfig(sequence_parallel=case.sequence_parallel,
                                     distributed_optimizer=case.distributed_optimizer),
             optimizer=OPTIMIZER, batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens),
-            loss=LossConfig(chunk_bytes=case.logprob_chunk_bytes, cache_bytes=case.cache_bytes))
+            loss=LossConfig(chunk_bytes=case.chunk_bytes, cache_bytes=case.cache_bytes))
         actor.load_hf(str(folder))
         yield actor
     finally:

@@ -60,14 +60,14 @@ def measure(rank: int, case: Case, samples: Any, dtype: str) -> dict[str, int]:
     from luspo_megatron.actor.actor import Actor
     from luspo_megatron.actor.groups import join, leave
     from luspo_megatron.actor.policy_loss import policy_loss
-    from luspo_megatron.config import AlgorithmConfig, BatchConfig, ModelConfig, ParallelConfig
+    from luspo_megatron.config import AlgorithmConfig, BatchConfig, LossConfig, ModelConfig, ParallelConfig
 
     ranks = join(case.layout, seed=1)
     try:
         actor = Actor(
             MODEL, ranks, model=ModelConfig(recompute=case.recompute, dtype=dtype), optimizer=OPTIMIZER,  # type: ignore[arg-type]
             parallel=ParallelConfig(distributed_optimizer=case.distributed_optimizer),
-            batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens, logprob_chunk_bytes=2**20))
+            batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens), loss=LossConfig(chunk_bytes=2**21))
 
         def step(samples: Any) -> list[Any]:
             [mini_batch] = plan_of(actor, samples)

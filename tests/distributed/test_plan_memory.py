@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from luspo_megatron.config import BatchConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from luspo_megatron.planning.memory import trainer_memory
 from luspo_megatron.planning.sizes import stage_sizes, whole_model
 from luspo_megatron.types import Sample
@@ -51,7 +51,7 @@ def test_memory_of_a_step(name: str) -> None:
         plan = trainer_memory(
             MODEL, layout, stage, model=ModelConfig(dtype=dtype, recompute=case.recompute),  # type: ignore[arg-type]
             parallel=ParallelConfig(), optimizer=OptimizerConfig(), bucket_bytes=0, tokens=found["tokens"],
-            batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens, logprob_chunk_bytes=2**20),
+            batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens), loss=LossConfig(chunk_bytes=2**21),
             num_microbatches=found["micro_batches"])
         print(name, rank, {k: f"{v / 2**20:.1f}" for k, v in found.items()}, plan.to_dict())
         assert found["parameters"] == plan.parameters
