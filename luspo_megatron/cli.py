@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from luspo_megatron import __version__, config_checks
-from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, SftConfig
+from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, ParityConfig, SftConfig
 from luspo_megatron.config_io import load_config
 from luspo_megatron.config_yaml import suggestion
 from luspo_megatron.errors import RunError, UserError
@@ -52,11 +52,19 @@ def export(argv: Sequence[str]) -> int:
     return _call("luspo_megatron.export", config)
 
 
+def parity(argv: Sequence[str]) -> int:
+    """Compare Hugging Face, actor and engines: weights by checksums, log-probs on the same tokens."""
+    config = load_config(ParityConfig, argv, prog="luspo parity", description=_summary(parity))
+    config_checks.require(config_checks.validate_parity(config))
+    return _call("luspo_megatron.parity", config)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sft": sft,
     "eval": evaluate,
     "export": export,
+    "parity": parity,
 }
 
 

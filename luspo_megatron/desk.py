@@ -127,6 +127,11 @@ class Desk:
         assert groups is not None
         return groups
 
+    def warn(self, text: str) -> None:
+        """A warning for the person; rank 0's only."""
+        if self._progress is not None:
+            self._progress.warning(text)
+
     def _warn_of(self, statistics: dict[str, float]) -> None:
         assert self._progress is not None
         for name, what in (("reward_timeout", "rewards ran into their time limit and count 0"),
