@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from luspo_megatron import __version__, config_checks, config_tools
-from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, SftConfig
+from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, ParityConfig, SftConfig
 from luspo_megatron.config_io import field_types, load_config, split_words
 from luspo_megatron.config_tools import LengthBiasConfig, ModelStudyConfig, ReportConfig
 from luspo_megatron.config_yaml import suggestion
@@ -104,6 +104,13 @@ def report(argv: Sequence[str]) -> int:
     return _call("luspo_megatron.report.command", config)
 
 
+def parity(argv: Sequence[str]) -> int:
+    """Compare Hugging Face, actor and engines: weights by checksums, log-probs on the same tokens."""
+    config = load_config(ParityConfig, argv, prog="luspo parity", description=_summary(parity))
+    config_checks.require(config_checks.validate_parity(config))
+    return _call("luspo_megatron.parity", config)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sft": sft,
@@ -113,6 +120,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "doctor": doctor,
     "study": study,
     "report": report,
+    "parity": parity,
 }
 
 

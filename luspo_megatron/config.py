@@ -364,3 +364,29 @@ class ExportConfig:
     """Folder for the Hugging Face model; it must not exist or be empty."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Dtype of the written tensors; empty: as trained."""
+
+
+@dataclass(frozen=True)
+class ParityConfig:
+    """Everything `luspo parity` can be told."""
+
+    out: str = "runs/parity"
+    """Folder for the report and the logs; nothing is written outside it."""
+    seed: int = 0
+    """Seed of prompts and sampling."""
+    prompts: int = 8
+    """Prompts to sample from."""
+    samples: int = 2
+    """Samples per prompt."""
+    tolerance: float = 0.0
+    """Largest log-prob difference that passes; 0: 1e-5 in float32, 0.05 in bfloat16 (where router ties may exceed it)."""
+    push: bool = True
+    """Push the actor's weights to the engines first; false compares what the engines have loaded by themselves."""
+    reference: bool = True
+    """Also run transformers, in one process on the CPU, with the whole model in its memory."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_response_tokens=32))
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)

@@ -47,6 +47,7 @@ class Desk:
         if ranks.rank == 0:
             run_dir = Path(config.run.dir)
             self._progress = Progress(max(0, config.run.steps - state["step"]), run_dir=run_dir)
+            self._watch = MetricWatch(self._progress.warning)
             if resumed:
                 self._watch.recall(read_lines(run_dir / METRICS_FILE)[0])
                 self._progress.message(f"resuming after step {state['step']}")
@@ -62,7 +63,6 @@ class Desk:
             except BaseException:
                 self._close()
                 raise
-            self._watch = MetricWatch(self._progress.warning)
 
     def _start_controller(self, state: dict[str, Any]) -> ControllerClient:
         run_dir = Path(self._config.run.dir)
@@ -128,6 +128,11 @@ class Desk:
                 if groups is not None:
                     self._warn_of(self.client.statistics)
             return self._ranks.broadcast(groups)  # type: ignore[no-any-return]
+
+    def warn(self, text: str) -> None:
+        """A warning for the person; rank 0's only."""
+        if self._progress is not None:
+            self._progress.warning(text)
 
     def _warn_of(self, statistics: dict[str, float]) -> None:
         assert self._progress is not None

@@ -140,7 +140,8 @@ def weight_sync(config: Config, actor: Any, desk: Any) -> Any:
     from luspo_megatron.weights.sync import WeightSync
 
     return WeightSync(actor.gpt, actor.table, actor.ranks, config.weight_sync, dtype=config.model.dtype,
-                      device=actor.device, engines=desk.client, timeout=config.rollout.start_timeout)
+                      device=actor.device, engines=desk.client, timeout=config.rollout.start_timeout,
+                      folder=str(Path(config.run.dir) / "weights"), warn=desk.warn)
 
 
 def front_desk(config: Config, ranks: Any, state: dict[str, Any], resumed: bool, began: float) -> Any:

@@ -138,12 +138,12 @@ class ActorMemory:
             self._optimizer = self._find_optimizer()
         self._optimizer.offload()
         self._gradients.offload()
-        self._release()
+        release_free_memory(self._actor.device)
 
     def offload_actor(self) -> None:
         """The parameters, once the engines have them."""
         self._parameters.offload()
-        self._release()
+        release_free_memory(self._actor.device)
 
     def onload(self) -> None:
         """Everything back as it was; gradients are zero."""
@@ -155,12 +155,14 @@ class ActorMemory:
         return {"parameters": self._parameters.nbytes, "gradients": self._gradients.nbytes,
                 "optimizer": self._optimizer.nbytes}
 
-    def _release(self) -> None:
-        if self._actor.device.type == "cuda":
-            torch.cuda.empty_cache()
-        else:  # glibc keeps freed memory for itself unless told otherwise; other C libraries have no such call
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)
+
+def release_free_memory(device: torch.device) -> None:
+    """Gives what this process has freed back to the device or, on CPU, to the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:  # glibc keeps freed memory for itself unless told otherwise; other C libraries have no such call
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _parameters(actor: Any) -> Iterator[Tensor]:

@@ -40,7 +40,8 @@ def quiet(phase: str, done: int, total: int) -> None:
 class Controller:
     """The methods named in ``METHODS`` are what the client may call; parameters and results are JSON-able."""
 
-    METHODS = ("next_batch", "evaluate", "connect_weights", "update_weights", "weights_status", "state", "load_state")
+    METHODS = ("next_batch", "evaluate", "connect_weights", "update_weights", "weights_status",
+               "weights_checksums", "state", "load_state")
 
     def __init__(self, config: Config, fleet: Fleet, rewards: RewardPool, tokenizer: TextTokenizer,
                  train_prompts: list[Prompt], eval_prompts: list[Prompt]) -> None:
@@ -227,6 +228,11 @@ class Controller:
 
     async def update_weights(self, manifest: Json) -> None:
         await self.fleet.update_weights(manifest)
+
+    async def weights_checksums(self) -> Json:
+        """{engine: {tensor: checksum}}; None for an engine whose kind gives none per tensor (on-disk names)."""
+        asked = {slot.name: getattr(slot.client, "weights_checksums", None) for slot in self.fleet.slots if slot.ready}
+        return {name: await ask() if ask is not None else None for name, ask in asked.items()}
 
     async def state(self) -> Json:
         """Take it between steps only. ``weight_version`` is what the engines hold."""

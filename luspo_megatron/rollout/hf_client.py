@@ -33,6 +33,11 @@ class HfClient(HttpEngine):
     async def connect_weights(self, connection: EngineConnection) -> None:
         await self._call("POST", "/connect_weights", connection.to_dict(), connection.timeout + 60.0)
 
+    async def weights_checksums(self) -> dict[str, str]:
+        """xxh3_64 of every tensor that the engine holds, by on-disk name."""
+        checksums: dict[str, str] = await self._call("GET", "/weights_checksums", timeout=self._timeout)
+        return checksums
+
     async def update_weights(self, manifest: dict[str, Any]) -> None:
         await self._call("POST", "/pause", {}, self._timeout)
         try:

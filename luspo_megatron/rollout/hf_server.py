@@ -31,7 +31,7 @@ from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.rollout import hf_generate
 from luspo_megatron.rollout.engine import GenerateRequest
 from luspo_megatron.rollout.hf_model import MAX_PARAMETERS, build_model
-from luspo_megatron.rollout.hf_weights import Loader, check_manifest, on_disk_locations
+from luspo_megatron.rollout.hf_weights import Loader, check_manifest, checksums, on_disk_locations
 from luspo_megatron.rollout.processes import be_owned
 from luspo_megatron.weights.manifest import EngineConnection, Manifest
 from luspo_megatron.weights.transports.base import Receiver
@@ -157,6 +157,10 @@ class HfEngine:
         if self.verify:
             loader.verify()
 
+    async def weights_checksums(self) -> dict[str, str]:
+        """xxh3_64 of every tensor as it lies in the model, by on-disk name."""
+        return await self._in_thread(checksums, self._locations)  # type: ignore[no-any-return]
+
     def flush(self) -> None:
         """This engine keeps no cache between requests; the call is part of the order and recorded."""
         self._flushed = True
@@ -209,6 +213,9 @@ def make_app(engine: HfEngine, token: str) -> web.Application:
     async def generate(request: web.Request) -> web.Response:
         return web.json_response(await engine.generate(GenerateRequest.from_dict(await request.json())))
 
+    async def weights_checksums(_: web.Request) -> web.Response:
+        return web.json_response(await engine.weights_checksums())
+
     async def pause(_: web.Request) -> web.Response:
         await engine.pause()
         return web.json_response({})
@@ -231,6 +238,7 @@ def make_app(engine: HfEngine, token: str) -> web.Application:
 
     app = web.Application(middlewares=[guard], client_max_size=2**30)
     app.router.add_get("/health", health)
+    app.router.add_get("/weights_checksums", weights_checksums)
     for handler in (generate, pause, connect_weights, update_weights, flush, resume):
         app.router.add_post(f"/{handler.__name__}", handler)
     return app

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -74,6 +75,12 @@ def check_manifest(manifest: Manifest, locations: Mapping[str, Location]) -> Non
 
 def _bytes_hash(values: Tensor) -> bytes:
     return xxhash.xxh3_64_digest(values.contiguous().view(torch.uint8).cpu().numpy())
+
+
+def checksums(locations: Mapping[str, Location]) -> dict[str, str]:
+    """xxh3_64 of every tensor as it lies in the model, hexadecimal, by on-disk name."""
+    return {name: _bytes_hash(where.parameter.view(-1)[where.start : where.start + prod(where.shape)]).hex()
+            for name, where in locations.items()}
 
 
 @dataclass

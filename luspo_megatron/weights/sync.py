@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -58,7 +59,8 @@ class WeightSync:
                  device: torch.device, engines: EngineSide | None, timeout: float = 600.0, folder: str = "",
                  receivers: Receivers = Receivers(), warn: Callable[[str], None] = log.warning) -> None:
         self._ranks, self._settings, self._engines, self._warn = ranks, settings, engines, warn
-        self._device, self._timeout, self._folder = device, timeout, settings.folder or folder
+        self._device, self._timeout = device, timeout
+        self._folder = str(Path(settings.folder or folder).absolute())  # engines have their own working folder
         bucket_bytes = settings.bucket_bytes
         if settings.transport == "disk":  # files hold whole tensors, so that any engine can read them
             bucket_bytes = max(bucket_bytes, table.largest_bytes(dtype))
