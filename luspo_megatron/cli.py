@@ -90,6 +90,20 @@ def report(argv: Sequence[str]) -> int:
     return _call("luspo_megatron.report.command", config)
 
 
+def plan(argv: Sequence[str]) -> int:
+    """Check a configuration and show what it takes (ranks, batches, memory, sync, time), without a GPU."""
+    module = importlib.import_module("luspo_megatron.planning.plan")
+    return int(module.main(argv))
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Look at this machine and, with flags of luspo train, at a configuration's model, data and reward."""
+    words = ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
+    config = load_config(Config, words, prog="luspo doctor", description=_summary(doctor)) if words else None
+    module = importlib.import_module("luspo_megatron.doctor.main")
+    return int(module.main(config))
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sft": sft,
@@ -97,6 +111,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": export,
     "study": study,
     "report": report,
+    "plan": plan,
+    "doctor": doctor,
 }
 
 

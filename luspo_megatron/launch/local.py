@@ -23,31 +23,23 @@ from types import FrameType
 from typing import IO
 
 from luspo_megatron.errors import UserError
+from luspo_megatron.launch.environment import launcher_of
 from luspo_megatron.launch.rank import LIFELINE
+from luspo_megatron.launch.stop import TERM_STOPS
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_STOPPED = 128 + signal.SIGINT
 POLL = 0.05  # seconds
 KILL_AFTER = 5.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE = 1.0  # seconds that the other ranks get to fail by themselves, with their own message
+TELLING_GRACE = 30.0  # seconds that rank 0 gets to complain of bad input that another rank has met first
 DEBOUNCE = 0.5  # seconds within which a second signal is the same Ctrl-C, forwarded by a wrapper
 LOG_LINES = 20
 
 
 def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun, srun or ``launch`` has started this process as one rank of a run, so that it runs in place.
-
-    Under Slurm only a step of several tasks counts: the batch script itself and a one-task step start ranks themselves.
-    """
-    env = os.environ if environ is None else environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return True
-    if "SLURM_PROCID" not in env:
-        return False
-    if "SLURM_STEP_NUM_TASKS" not in env and "SLURM_STEP_ID" not in env and "SLURM_JOB_ID" in env:
-        return False  # the batch script: it has SLURM_PROCID=0 and the job's SLURM_NTASKS, but is no step
-    tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))
-    return tasks.isdigit() and int(tasks) > 1
+    """Whether torchrun, srun, mpirun or ``launch`` has started this process as one rank of a run (environment.py)."""
+    return launcher_of(os.environ if environ is None else environ) is not None
 
 
 def launch(
@@ -88,6 +80,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        TERM_STOPS: "",
     }
     return {"OMP_NUM_THREADS": "1", **environ, **platform_env, **place}
 
@@ -100,11 +93,11 @@ def open_logs(run_dir: str, world_size: int, files: contextlib.ExitStack) -> lis
     folder = Path(run_dir) / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     start = 0
-    while any(_log_path(folder, rank, start).exists() for rank in range(1, world_size)):
+    while any(log_path(folder, rank, start).exists() for rank in range(1, world_size)):
         start += 1
     logs: list[IO[bytes] | None] = [None]
     for rank in range(1, world_size):
-        logs.append(files.enter_context(_log_path(folder, rank, start).open("xb")))
+        logs.append(files.enter_context(log_path(folder, rank, start).open("xb")))
     return logs
 
 
@@ -212,8 +205,10 @@ def _watch(ranks: Sequence[_Rank], signals: _Signals) -> int:
 
 def _failure(first: _Rank, ranks: Sequence[_Rank]) -> int:
     """Say which rank failed and show the end of its log; nothing where rank 0 has explained bad input already."""
-    until = time.monotonic() + FAILURE_GRACE
-    while time.monotonic() < until and any(rank.poll() is None for rank in ranks):
+    bad_input = first.code == UserError.exit_code
+    awaited = ranks[:1] if bad_input else ranks
+    until = time.monotonic() + (TELLING_GRACE if bad_input else FAILURE_GRACE)
+    while time.monotonic() < until and any(rank.poll() is None for rank in awaited):
         time.sleep(POLL)
     code = first.code or 1
     told = ranks[0].code == code == UserError.exit_code  # every rank makes the same complaint
@@ -255,5 +250,5 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _log_path(folder: Path, rank: int, start: int) -> Path:
+def log_path(folder: Path, rank: int, start: int) -> Path:
     return folder / (f"rank-{rank}.{start}.log" if start else f"rank-{rank}.log")
