@@ -18,6 +18,7 @@ from luspo_megatron.weights.architecture import Architecture, find_family
 from luspo_megatron.weights.layouts import FusedQKV, GateUp, Layout, Replicated, Shape, Sharded, Vocab
 from luspo_megatron.weights.manifest import ITEM_SIZES
 
+
 @dataclass(frozen=True)
 class Row:
     """One tensor kind. Names may hold {layer} and {expert}; `aliases` are other Megatron names of the same thing."""
