@@ -52,11 +52,27 @@ def export(argv: Sequence[str]) -> int:
     return _call("luspo_megatron.export", config)
 
 
+def plan(argv: Sequence[str]) -> int:
+    """Check a configuration and show what it takes (ranks, batches, memory, sync, time), without a GPU."""
+    module = importlib.import_module("luspo_megatron.planning.plan")
+    return int(module.main(argv))
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Look at this machine and, with flags of luspo train, at a configuration's model, data and reward."""
+    words = ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
+    config = load_config(Config, words, prog="luspo doctor", description=_summary(doctor)) if words else None
+    module = importlib.import_module("luspo_megatron.doctor.main")
+    return int(module.main(config))
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sft": sft,
     "eval": evaluate,
     "export": export,
+    "plan": plan,
+    "doctor": doctor,
 }
 
 

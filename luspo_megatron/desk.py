@@ -16,6 +16,7 @@ from typing import Any
 
 from luspo_megatron.config import Config
 from luspo_megatron.config_io import save_config
+from luspo_megatron.launch import stop
 from luspo_megatron.ranks import Ranks
 from luspo_megatron.report.environment import write_environment
 from luspo_megatron.report.html import write_report
@@ -115,17 +116,16 @@ class Desk:
             self._progress.take_seconds()
 
     # ------------------------------------------------------------------ what the controller does
-    def rollout(self, step: int) -> list[Group]:
-        """The groups of a step, with rewards, on every rank."""
+    def rollout(self, step: int) -> list[Group] | None:
+        """The groups of a step, with rewards, on every rank; None when rank 0 was asked to stop before they came."""
         groups: list[Group] | None = None
         size = self._config.rollout
         with self.phase("rollout", size.prompts_per_step * size.group_size):
             if self.client is not None:
-                groups = self.client.next_batch(step)
-                self._warn_of(self.client.statistics)
-            groups = self._ranks.broadcast(groups)
-        assert groups is not None
-        return groups
+                groups = self.client.next_batch(step, unless=stop.requested)
+                if groups is not None:
+                    self._warn_of(self.client.statistics)
+            return self._ranks.broadcast(groups)  # type: ignore[no-any-return]
 
     def _warn_of(self, statistics: dict[str, float]) -> None:
         assert self._progress is not None

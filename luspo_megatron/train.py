@@ -39,26 +39,42 @@ def train(config: Config) -> None:
     found = run.resume_from(config.run.dir, config.run.resume)
     ranks = run.join_ranks(config.model, config.parallel, config.run.seed)
     with contextlib.ExitStack() as stack:
-        actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
+        actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch, loss=config.loss,
                                 temperature=config.rollout.temperature)
         reference = reference_policy(config, ranks)
         state: dict[str, Any] = {"step": 0, "updates": 0, "weight_version": 1}
         if found is not None:
             state |= checkpoint.load(actor, found)
         state["model"] = dataclasses.asdict(config.model)
+        saved_step = state["step"]
+
+        def save(step: int) -> None:
+            nonlocal saved_step
+            with desk.phase("save"):
+                state["seconds"] = desk.seconds_so_far()
+                saved = checkpoint.save(actor, run.checkpoints_of(config.run.dir), step, state, config.checkpoint.keep)
+            desk.saved(step, saved)
+            saved_step = step
+
         desk = stack.enter_context(front_desk(config, ranks, state, found is not None, began))
         sync = stack.enter_context(contextlib.closing(weight_sync(config, actor, desk)))
         with desk.phase("sync"):
             sync.push(state["weight_version"])
-        if state["step"] == 0:
-            desk.evaluate(0, full=True)
+        if state["step"] == 0 or state.pop("evaluation_due", False):
+            desk.evaluate(state["step"], full=state["step"] == 0)
         multiple = ranks.layout.token_multiple(config.parallel.sequence_parallel)
         updates_per_step = config.algorithm.epochs * -(
             -config.rollout.prompts_per_step // config.algorithm.prompts_per_mini_batch)
 
         for step in range(state["step"] + 1, config.run.steps + 1):
             desk.begin(step)
-            groups: list[Group] = desk.rollout(step)
+            state["controller"] = desk.controller_state()
+            groups: list[Group] | None = desk.rollout(step)
+            if groups is None:  # asked to stop: the rollout, which can take long, is given up and drawn again on resume
+                if saved_step < step - 1:
+                    save(step - 1)
+                desk.stopped(step - 1)
+                return
             samples = [sample for group in groups for sample in group.samples]
             group_ids = [sample.group_id for sample in samples]
             advantages = group_advantages(
@@ -94,15 +110,13 @@ def train(config: Config) -> None:
 
             stopping = run.stop_agreed(ranks)
             last = step == config.run.steps
-            if last or (config.eval.every and step % config.eval.every == 0 and not stopping):
+            due = bool(config.eval.every and step % config.eval.every == 0)
+            state["evaluation_due"] = due and stopping and not last  # it waits for the resumed run
+            if last or (due and not stopping):
                 desk.evaluate(step, full=last)
             if last or stopping or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                with desk.phase("save"):
-                    state["controller"] = desk.controller_state()
-                    state["seconds"] = desk.seconds_so_far()
-                    saved = checkpoint.save(actor, run.checkpoints_of(config.run.dir), step, state,
-                                            config.checkpoint.keep)
-                desk.saved(step, saved)
+                state["controller"] = desk.controller_state()
+                save(step)
             if stopping and not last:
                 desk.stopped(step)
                 return
@@ -118,8 +132,8 @@ def reference_policy(config: Config, ranks: Any) -> Any:
     if not config.algorithm.kl_coef:
         return None
     return run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
-                           temperature=config.rollout.temperature, trainable=False,
-                           weights=config.model.ref_hf or config.model.hf)
+                           loss=config.loss, temperature=config.rollout.temperature, trainable=False,
+                           weights=config.model.ref_hf or None)
 
 
 def weight_sync(config: Config, actor: Any, desk: Any) -> Any:

@@ -43,7 +43,13 @@ def leave() -> None:
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
+    groups = {id(group): group for group in parallel_state._global_process_group_list or [] if group is not None}
+    known = dist.distributed_c10d._world.pg_map  # without groups that are gone already, or never were of this rank
     parallel_state.destroy_model_parallel()
+    # megatron only forgets its groups; each would keep its gloo threads (dozens of groups per layout)
+    for group in groups.values():
+        if group in known and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     destroy_rerun_state_machine()
 
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,10 @@ class Handle:
 
     def done(self) -> bool:
         return self._future.done()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the answer (or the error) has come, after at most so long."""
+        return bool(wait([self._future], seconds).done)
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the answer. Raises the controller's RunError or UserError; TimeoutError after ``timeout`` s."""
@@ -136,9 +140,14 @@ class ControllerClient:
 
     # ---- what it can do --------------------------------------------------------------------------------------
 
-    def next_batch(self, rollout_id: int) -> list[Group]:
-        """The groups of one rollout step, rewards and ``sample.correct`` filled in."""
-        answer = self.call("next_batch", rollout_id=rollout_id)
+    def next_batch(self, rollout_id: int, unless: Callable[[], bool] = lambda: False) -> list[Group] | None:
+        """The groups of one rollout step, rewards and ``sample.correct`` filled in; None once ``unless`` is true while
+        they are waited for (the controller must then be closed: its state is in the middle of a rollout)."""
+        handle = self.call_async("next_batch", rollout_id=rollout_id)
+        while not handle.wait(0.1):
+            if unless():
+                return None
+        answer = handle.result()
         self.statistics = answer["statistics"]
         return [group_from_dict(group) for group in answer["groups"]]
 
@@ -153,13 +162,16 @@ class ControllerClient:
         return WeightsStatus(**self.call("weights_status"))
 
     def connect_weights(self, store_host: str, store_port: int, generation: int, sources: tuple[int, ...], *,
-                        world_size: int, timeout: float = 600.0) -> Handle:
+                        world_size: int, timeout: float = 600.0, transport: str = "process_group",
+                        folder: str = "") -> Handle:
         """Engines start to join the groups. Does not wait: build the senders, then take ``.result()``.
 
         ``world_size``: weights_status().num_workers + 1. ``generation``: larger than every earlier one of the run.
+        ``transport``, ``folder``: as in EngineConnection.
         """
         return self.call_async("connect_weights", store_host=store_host, store_port=store_port, generation=generation,
-                               sources=list(sources), world_size=world_size, timeout=timeout)
+                               sources=list(sources), world_size=world_size, timeout=timeout, transport=transport,
+                               folder=folder)
 
     def update_weights_async(self, manifest: Mapping[str, Any]) -> Handle:
         """Engines start to receive a push (Manifest.to_dict()); send it, then take ``.result()``."""

@@ -222,8 +222,8 @@ class Controller:
                 "needs_connect": self.fleet.needs_connect, "generation": self.fleet.generation}
 
     async def connect_weights(self, store_host: str, store_port: int, generation: int, sources: list[int],
-                              world_size: int, timeout: float) -> None:
-        await self.fleet.connect_weights(store_host, store_port, generation, tuple(sources), world_size, timeout)
+                              world_size: int, timeout: float, **how: str) -> None:
+        await self.fleet.connect_weights(store_host, store_port, generation, tuple(sources), world_size, timeout, **how)
 
     async def update_weights(self, manifest: Json) -> None:
         await self.fleet.update_weights(manifest)

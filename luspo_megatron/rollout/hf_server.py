@@ -34,7 +34,8 @@ from luspo_megatron.rollout.hf_model import MAX_PARAMETERS, build_model
 from luspo_megatron.rollout.hf_weights import Loader, check_manifest, on_disk_locations
 from luspo_megatron.rollout.processes import be_owned
 from luspo_megatron.weights.manifest import EngineConnection, Manifest
-from luspo_megatron.weights.transports.process_group import ProcessGroupReceiver
+from luspo_megatron.weights.transports.base import Receiver
+from luspo_megatron.weights.transports.meeting import open_receiver
 
 log = logging.getLogger("hf_server")
 
@@ -51,7 +52,7 @@ class HfEngine:
         self._locations = on_disk_locations(model)
         self._loaded: int | None = None  # version of a loaded push that is not in force yet
         self._flushed = False
-        self._receiver: ProcessGroupReceiver | None = None
+        self._receiver: Receiver | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -119,7 +120,7 @@ class HfEngine:
 
     async def connect_weights(self, connection: EngineConnection) -> None:
         self._disconnect()
-        self._receiver = await self._in_thread(ProcessGroupReceiver, connection, self.model.device)
+        self._receiver = await self._in_thread(open_receiver, connection, self.model.device)
 
     def _disconnect(self) -> None:
         if self._receiver is not None:
@@ -132,7 +133,8 @@ class HfEngine:
             if self._resumed.is_set() or self._running:
                 raise RunError("update_weights came while the engine is serving; pause it first")
             fresh = self.version == 0 and manifest.version >= 1  # a (re)started engine joins at any version
-            if manifest.version != self.version + 1 and not fresh:
+            again = manifest.version == self.version  # another engine failed in this push
+            if manifest.version != self.version + 1 and not fresh and not again:
                 raise RunError(f"weight push {manifest.version} does not follow the engine's version {self.version}")
             if self._receiver is None:
                 raise RunError("update_weights came before connect_weights")
@@ -145,8 +147,9 @@ class HfEngine:
         self._loaded, self.complete = manifest.version, True
         self.events.append("load")
 
-    def _load(self, manifest: Manifest, receiver: ProcessGroupReceiver) -> None:
-        loader = Loader(self._locations)
+    def _load(self, manifest: Manifest, receiver: Receiver) -> None:
+        loader = Loader(self._locations, self.verify)
+        receiver.begin(manifest)
         for bucket in manifest.buckets:
             buffer = receiver.receive(bucket)
             self.complete = False
