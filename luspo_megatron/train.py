@@ -42,10 +42,10 @@ def train(config: Config) -> None:
         actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch, loss=config.loss,
                                 temperature=config.rollout.temperature)
         reference = reference_policy(config, ranks)
-        state: dict[str, Any] = {"step": 0, "updates": 0, "weight_version": 1,
-                                 "model": dataclasses.asdict(config.model)}
+        state: dict[str, Any] = {"step": 0, "updates": 0, "weight_version": 1}
         if found is not None:
             state |= checkpoint.load(actor, found)
+        state["model"] = dataclasses.asdict(config.model)
         saved_step = state["step"]
 
         def save(step: int) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ def save(actor: Actor, folder: str | Path, step: int, state: dict[str, Any], kee
     torch.save(_rng_state(), partial / "rng" / f"rank-{ranks.rank}.pt")
     ranks.broadcast(None)
     if ranks.rank == 0:
-        layout = vars(ranks.layout)
-        (partial / "state.json").write_text(json.dumps({**state, "step": step, "layout": layout}, indent=1))
+        own = {"step": step, "layout": vars(ranks.layout), "architecture": asdict(actor.arch)}
+        (partial / "state.json").write_text(json.dumps({**state, **own}, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         _prune(Path(folder), keep)
@@ -75,9 +76,17 @@ def save(actor: Actor, folder: str | Path, step: int, state: dict[str, Any], kee
 
 
 def load(actor: Actor, checkpoint: str | Path, *, with_optimizer: bool = True) -> dict[str, Any]:
-    """Restores the actor on all ranks, under this run's layout, and returns the state."""
+    """Restores the actor on all ranks, under this run's layout, and returns the state.
+
+    UserError for a checkpoint of another model.
+    """
     checkpoint = Path(checkpoint)
     state = read_state(checkpoint)
+    want = asdict(actor.arch)
+    have = state.get("architecture", want)
+    if differing := [f"{key} {have.get(key)} instead of {want[key]}" for key in want if have.get(key) != want[key]]:
+        raise UserError(f"{checkpoint} is of another model than model.hf: {', '.join(differing)}; use the model that "
+                        "it was trained from, or another run.dir")
     _load_dist(actor, checkpoint / "dist", with_optimizer=with_optimizer and actor.optimizer is not None)
     rng = checkpoint / "rng" / f"rank-{actor.ranks.rank}.pt"
     if state["layout"] == vars(actor.ranks.layout) and rng.is_file():
