@@ -120,7 +120,7 @@ def validate_eval(config: EvalCommandConfig, facts: Architecture | None = None) 
     return found
 
 
-def validate_parity(config: ParityConfig, facts: ModelFacts | None = None) -> list[Violation]:
+def validate_parity(config: ParityConfig, facts: Architecture | None = None) -> list[Violation]:
     """The same for ``luspo parity``."""
     found = [*check_model(config.model)]
     facts, more = _facts(config.model, facts)

@@ -9,9 +9,7 @@ can compare what was called with it; both sides are Protocols, so that it needs 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
-
-T = TypeVar("T")
+from typing import Protocol
 
 ORDER = ("offload_optimizer", "wake weights", "push", "offload_actor", "wake kv_cache", "generate", "sleep", "onload")
 
@@ -36,8 +34,8 @@ class EngineMemory(Protocol):
         """Weights and KV cache are dropped (vLLM: /sleep; SGLang: /release_memory_occupation)."""
 
 
-def rollout_phase(trainer: TrainerMemory, engines: EngineMemory, push: Callable[[], None],
-                  generate: Callable[[], T]) -> T:
+def rollout_phase[T](trainer: TrainerMemory, engines: EngineMemory, push: Callable[[], None],
+                     generate: Callable[[], T]) -> T:
     """One weight push and one rollout between two trainings, in the order above; what `generate` gives.
 
     When the push or the rollout fails, the trainer's memory comes back (so that a checkpoint can be written) and the

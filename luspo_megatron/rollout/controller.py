@@ -223,7 +223,7 @@ class Controller:
                 "needs_connect": self.fleet.needs_connect, "generation": self.fleet.generation}
 
     async def connect_weights(self, store_host: str, store_port: int, generation: int, sources: list[int],
-                              world_size: int, timeout: float, **how: str) -> None:
+                              world_size: int, timeout: float, **how: Any) -> None:
         await self.fleet.connect_weights(store_host, store_port, generation, tuple(sources), world_size, timeout, **how)
 
     async def update_weights(self, manifest: Json) -> None:

@@ -51,6 +51,9 @@ class Receivers:
         return f"{self.engines} x {'x'.join(parts) or 'tp1'}"
 
 
+ONE_WORKER = Receivers()
+
+
 @dataclass(frozen=True)
 class Unit:
     """Parameters gathered together: shard i lies on ``members[i]``, the source is ``members[0]``."""
@@ -86,7 +89,7 @@ class Move:
 @dataclass(frozen=True)
 class SyncPlan:
     units: tuple[Unit, ...]
-    receivers: Receivers = Receivers()
+    receivers: Receivers = ONE_WORKER
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -133,7 +136,7 @@ def members_of(entry: Entry, table: WeightTable, layout: ParallelLayout, stages:
 
 @lru_cache(maxsize=32)
 def plan_sync(table: WeightTable, layout: ParallelLayout, dtype: str, bucket_bytes: int,
-              receivers: Receivers = Receivers(), stages: tuple[int, ...] | None = None) -> SyncPlan:
+              receivers: Receivers = ONE_WORKER, stages: tuple[int, ...] | None = None) -> SyncPlan:
     """The plan for `layout`, made once for the same arguments.
 
     ``dtype``: the element type that travels; ``bucket_bytes`` bounds every bucket; ``stages``: the pipeline stage of

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from luspo_megatron.parallel import ParallelLayout
 from luspo_megatron.weights.layouts import Replicated
 from luspo_megatron.weights.manifest import ITEM_SIZES
-from luspo_megatron.weights.plan import Receivers, SyncPlan, moves_of, plan_sync, stages_of
+from luspo_megatron.weights.plan import ONE_WORKER, Receivers, SyncPlan, moves_of, plan_sync, stages_of
 from luspo_megatron.weights.table import WeightTable
 
 
@@ -116,7 +116,7 @@ def describe(plan: SyncPlan, table: WeightTable, layout: ParallelLayout, *, link
 
 
 def describe_sync(table: WeightTable, layout: ParallelLayout, dtype: str, bucket_bytes: int,
-                  receivers: Receivers = Receivers(), stages: tuple[int, ...] | None = None, *, link_rate: float = 0.0,
+                  receivers: Receivers = ONE_WORKER, stages: tuple[int, ...] | None = None, *, link_rate: float = 0.0,
                   gather_rate: float = 0.0) -> str:
     """`describe` of the plan for these arguments (plan_sync's)."""
     plan = plan_sync(table, layout, dtype, bucket_bytes, receivers, stages)

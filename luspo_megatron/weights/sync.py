@@ -26,7 +26,7 @@ from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.ranks import Ranks
 from luspo_megatron.weights.gather import ShardGatherer
 from luspo_megatron.weights.manifest import Manifest
-from luspo_megatron.weights.plan import Receivers, plan_sync
+from luspo_megatron.weights.plan import ONE_WORKER, Receivers, plan_sync
 from luspo_megatron.weights.table import WeightTable
 from luspo_megatron.weights.transports.base import Sender, SendHandle, TransferError
 from luspo_megatron.weights.transports.disk import finish
@@ -57,7 +57,7 @@ class WeightSync:
 
     def __init__(self, gpt: Any, table: WeightTable, ranks: Ranks, settings: WeightSyncConfig, *, dtype: str,
                  device: torch.device, engines: EngineSide | None, timeout: float = 600.0, folder: str = "",
-                 receivers: Receivers = Receivers(), warn: Callable[[str], None] = log.warning) -> None:
+                 receivers: Receivers = ONE_WORKER, warn: Callable[[str], None] = log.warning) -> None:
         self._ranks, self._settings, self._engines, self._warn = ranks, settings, engines, warn
         self._device, self._timeout = device, timeout
         self._folder = str(Path(settings.folder or folder).absolute())  # engines have their own working folder
