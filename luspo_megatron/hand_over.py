@@ -35,7 +35,7 @@ class EngineMemory(Protocol):
 
 
 def rollout_phase[T](trainer: TrainerMemory, engines: EngineMemory, push: Callable[[], None],
-                  generate: Callable[[], T]) -> T:
+                     generate: Callable[[], T]) -> T:
     """One weight push and one rollout between two trainings, in the order above; what `generate` gives.
 
     When the push or the rollout fails, the trainer's memory comes back (so that a checkpoint can be written) and the

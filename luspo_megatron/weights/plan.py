@@ -89,7 +89,7 @@ class Move:
 @dataclass(frozen=True)
 class SyncPlan:
     units: tuple[Unit, ...]
-    receivers: Receivers = Receivers()
+    receivers: Receivers = ONE_WORKER
 
     @property
     def sources(self) -> tuple[int, ...]:
