@@ -43,7 +43,7 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
