@@ -108,7 +108,7 @@ def _engine_flags(rollout: RolloutConfig) -> Iterator[Violation]:
     for name in ("engine_args", "engine_python", "in_flight_updates", "routed_experts"):
         value = getattr(rollout, name)
         if value and not real:
-            yield Violation(f"--rollout.{name}", value, "the embedded engine (hf) has no such thing; take vllm or sglang")
+            yield Violation(f"--rollout.{name}", value, "the embedded engine (hf) has none; take vllm or sglang")
     for words in rollout.engine_args:
         try:
             shlex.split(words)

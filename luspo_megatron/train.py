@@ -59,9 +59,9 @@ def train(config: Config) -> None:
         desk = stack.enter_context(front_desk(config, ranks, state, found is not None, began))
         sync = stack.enter_context(contextlib.closing(weight_sync(config, actor, desk)))
         with desk.phase("sync"):
-            sync.push(state["weight_version"])
-        if state["step"] == 0 or state.pop("evaluation_due", False):
-            desk.evaluate(state["step"], full=state["step"] == 0)
+            desk.push(sync, state["weight_version"])
+        if state["step"] == 0:
+            desk.evaluate(0, full=True)
         multiple = ranks.layout.token_multiple(config.parallel.sequence_parallel)
         updates_per_step = config.algorithm.epochs * -(
             -config.rollout.prompts_per_step // config.algorithm.prompts_per_mini_batch)
@@ -103,7 +103,7 @@ def train(config: Config) -> None:
                     phase.advance()
             state |= {"step": step, "weight_version": state["weight_version"] + 1}
             with desk.phase("sync"):
-                sync.push(state["weight_version"])
+                desk.push(sync, state["weight_version"])
             old_logprobs = gather_old_logprobs(ranks, mini_batches, old)
             desk.report(step, groups, lambda: step_metrics(samples, advantages, results, old_logprobs, lr=lr,  # noqa: B023
                                                            weight_version=state["weight_version"]))  # noqa: B023

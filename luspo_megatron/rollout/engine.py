@@ -24,8 +24,8 @@ class EngineFailure(RunError):
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """``max_batch``: sequences an engine works on at a time (0: it decides); ``max_requests``: requests worth sending it
-    at a time; ``num_workers``: processes that hold a part of its weights and join the weight groups."""
+    """``max_batch``: sequences an engine works on at a time (0: it decides); ``max_requests``: requests worth sending
+    it at a time; ``num_workers``: processes that hold a part of its weights and join the weight groups."""
 
     name: str
     weight_version: int

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 PROBE_SECONDS = 15.0  # between health checks of an engine that seems well
-MAX_SILENCES = 3  # health checks in a row without an answer
+MAX_SILENCES = 3  # health checks in a row without an answer, over at least this time:
+SILENCE_SECONDS = 60.0  # a busy machine is slow, not dead
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Slot:
     restarts: int = 0
     failures: int = 0  # in a row
     silences: int = 0  # in a row
+    silent_since: float = 0.0
     suspect: bool = False  # a request has failed; ask how it is before giving it another
     busy: bool = False
     lost: str = ""  # why it is out of the run for good
@@ -126,7 +128,7 @@ class EngineKeeper:
                 if not slot.busy and (slot.suspect or slot.silences or time.monotonic() - asked > PROBE_SECONDS):
                     await self._ask(slot)
                     asked = time.monotonic()
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(POLL_SECONDS if not slot.silences else 1.0)
                 continue
             end = slot.process.describe_end()
             log.warning("%s", end)
@@ -150,11 +152,14 @@ class EngineKeeper:
         try:
             await slot.client.health()
         except (RunError, UserError) as error:
+            slot.silent_since = slot.silent_since if slot.silences else time.monotonic()
             slot.silences += 1
+            silence = time.monotonic() - slot.silent_since
             await self._set_ready(slot, False)
-            log.warning("%s does not answer (%d of %d): %s", slot.name, slot.silences, MAX_SILENCES, error)
-            if slot.silences >= MAX_SILENCES:
-                log.error("%s is ended: it no longer answers", slot.name)
+            if slot.silences == 1:
+                log.warning("%s does not answer: %s", slot.name, error)
+            if slot.silences >= MAX_SILENCES and silence > SILENCE_SECONDS:
+                log.error("%s is ended: it has not answered for %.0f s", slot.name, silence)
                 await asyncio.to_thread(slot.process.stop)
             return
         slot.suspect, slot.silences = False, 0

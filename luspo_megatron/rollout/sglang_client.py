@@ -130,6 +130,14 @@ class SglangClient(HttpEngine):
         self._version, self._broken = version, ""
         await self._call("POST", "/continue_generation", {}, 60.0)
 
+    async def sleep(self) -> None:
+        """Weights and KV cache leave the GPU's memory; a push has to follow ``wake("weights")``."""
+        await self._call("POST", "/release_memory_occupation", {"tags": ["weights", "kv_cache"]}, self._timeout)
+
+    async def wake(self, what: str) -> None:
+        """``what``: "weights" or "kv_cache"."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": [what]}, self._timeout)
+
     def _check(self, answer: Any) -> None:
         if not answer["success"]:
             raise RunError(f"engine {self.url}: {answer['message']}")

@@ -102,4 +102,5 @@ def check_start(config: RolloutConfig, name: str, process: OwnProcess | None, de
         raise kind(f"{name} could not start: {process.describe_end()}")
     if time.monotonic() > deadline:
         end = process.describe_end() if process is not None else last
-        raise RunError(f"{name} was not healthy within rollout.start_timeout={config.start_timeout:g} s ({last}); {end}")
+        raise RunError(f"{name} was not healthy within rollout.start_timeout={config.start_timeout:g} s ({last}); "
+                       f"{end}")

@@ -88,6 +88,14 @@ class VllmClient(HttpEngine):
         self._version, self._broken = version, ""
         await self._call("POST", "/resume", timeout=60.0)
 
+    async def sleep(self) -> None:
+        """Weights and KV cache leave the GPU's memory; a push has to follow ``wake("weights")``."""
+        await self._call("POST", "/sleep", timeout=self._timeout, params={"level": "2"})
+
+    async def wake(self, what: str) -> None:
+        """``what``: "weights" or "kv_cache"."""
+        await self._call("POST", "/wake_up", timeout=self._timeout, params={"tags": what})
+
 
 def _routed(text: str | None) -> RoutedExperts | None:
     """vLLM sends an .npy file in base64, uint8 or int16 or int32 [tokens - 1, layers, topk]."""
@@ -98,8 +106,8 @@ def _routed(text: str | None) -> RoutedExperts | None:
 
 def _command(start: EngineStart) -> list[str]:
     if start.top_p < 1 and start.temperature != 1:
-        raise UserError(f"rollout.engine=vllm with top_p {start.top_p:g} and temperature {start.temperature:g}: vLLM gives "
-                        "log-probs either before the temperature or after top_p, neither is the policy's; take top_p 1 "
+        raise UserError(f"rollout.engine=vllm with top_p {start.top_p:g} and temperature {start.temperature:g}: vLLM "
+                        "gives log-probs either before the temperature or after top_p, neither is the policy's; take top_p 1 "
                         "or temperature 1, or rollout.engine=sglang")
     serve = Path(__file__).parent / "inside_engine/serve.py"
     flags = ["--model", start.model, "--served-model-name", "actor", "--dtype", start.dtype,

@@ -21,8 +21,9 @@ def requests(version: int, tokens: int = 24, temperature: float = 1.0) -> Genera
 
 
 def samples_of(request: GenerateRequest, generations: list[Generation]) -> list[Sample]:
+    pairs = enumerate(zip(request.prompts, generations, strict=True))
     return [Sample(i // 4, i % 4, prompt, g.response_ids, g.logprobs, g.finish_reason, g.weight_version_start,
-                   g.weight_version_end) for i, (prompt, g) in enumerate(zip(request.prompts, generations, strict=True))]
+                   g.weight_version_end) for i, (prompt, g) in pairs]
 
 
 def make_sync(actor: Any, side: RemoteSide | None, bucket_bytes: int = BUCKET_BYTES, timeout: float = 60.0) -> Any:

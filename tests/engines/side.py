@@ -69,7 +69,8 @@ class FleetHost:
 
     def _connect_weights(self, store_host: str, store_port: int, generation: int, sources: Any, world_size: int,
                          timeout: float, **how: Any) -> None:
-        self.call(self.fleet.connect_weights(store_host, store_port, generation, tuple(sources), world_size, timeout, **how))
+        self.call(self.fleet.connect_weights(store_host, store_port, generation, tuple(sources), world_size, timeout,
+                                             **how))
 
     def _update_weights(self, manifest: Any) -> None:
         self.call(self.fleet.update_weights(manifest))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from luspo_megatron.weights.manifest import EngineConnection, Manifest
 from luspo_megatron.weights.transports.base import Receiver, TransferError
-from luspo_megatron.weights.transports.process_group import ProcessGroupReceiver
+from luspo_megatron.weights.transports.meeting import open_receiver
 
 
 class PushReceiver:
@@ -33,7 +33,7 @@ class PushReceiver:
         """
         self.close()
         first = EngineConnection.from_dict(connection)
-        self._receiver = ProcessGroupReceiver(
+        self._receiver = open_receiver(
             EngineConnection.from_dict({**connection, "rank": first.rank + worker}), self._device)
 
     def tensors(self, manifest: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -62,6 +62,7 @@ class PushReceiver:
 def whole_tensors(push: Manifest, receiver: Receiver) -> Iterator[tuple[str, Tensor]]:
     """Reassembles slices; each tensor is its own memory (see above)."""
     parts: dict[str, tuple[Tensor, int]] = {}  # tensors under assembly, with the elements still missing
+    receiver.begin(push)
     for bucket in push.buckets:
         buffer = receiver.receive(bucket)
         for piece in bucket.slices:

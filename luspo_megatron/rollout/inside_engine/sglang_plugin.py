@@ -2,8 +2,8 @@
 
 The HTTP lifecycle is SGLang's own: /init_weights_update_group, /begin_weight_update, /update_weights_from_distributed
 (once, with the whole manifest), /end_weight_update. Calls that are not ours go on to SGLang's own code. What travels
-inside the calls, because their fields are fixed: the connection as JSON after ``luspo:`` in ``backend``, the manifest as
-JSON in ``names[0]``.
+inside the calls, because their fields are fixed: the connection as JSON after ``luspo:`` in ``backend``, the manifest
+as JSON in ``names[0]``.
 """
 
 from __future__ import annotations

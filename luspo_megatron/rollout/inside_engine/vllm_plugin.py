@@ -42,8 +42,8 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
     if not current_platform.is_cpu() or os.environ.get("LUSPO_VLLM_KEEP_PACKED_EXPERTS"):
         return
     for module in model.modules():
-        method: Any = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        method = getattr(module, "quant_method", None)
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 

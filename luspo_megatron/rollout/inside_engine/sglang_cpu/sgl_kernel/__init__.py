@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 __version__ = "0.4.10"  # SGLang checks for a least version
-__path__: list[str] = []
+__path__ = []  # type: ignore[var-annotated, no-redef]
 
 
 def assign_req_to_token_pool_cpu(req_pool_indices: Any, req_to_token: Any, start: Any, end: Any, out_cache_loc: Any,

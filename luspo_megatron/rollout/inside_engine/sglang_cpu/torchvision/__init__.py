@@ -9,7 +9,7 @@ import types
 from typing import Any
 
 __version__ = "0.0.0"
-__path__: list[str] = []
+__path__ = []  # type: ignore[var-annotated, no-redef]
 _INTERPOLATION = {"NEAREST": 0, "LANCZOS": 1, "BILINEAR": 2, "BICUBIC": 3, "BOX": 4, "HAMMING": 5, "NEAREST_EXACT": 6}
 
 
@@ -38,4 +38,4 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 sys.meta_path.insert(0, _Finder())
 
-from . import io, ops, transforms  # noqa: E402, F401
+from . import io, ops, transforms  # type: ignore[attr-defined]  # noqa: E402, F401
