@@ -169,9 +169,19 @@ class FusedQKV:
         return (_divide(sum(s[0] for s in shapes), size), *shapes[0][1:])
 
     def blocks(self, index: int, shapes: Sequence[Shape], size: int) -> list[tuple[int, Block]]:
-        groups, per_group = _divide(self.num_kv_heads, size), [prod(s) // self.num_kv_heads for s in shapes]
-        run, before = per_group[index], sum(per_group[:index])
-        return [(i, Block(i * groups * run, before, run, groups, run, sum(per_group))) for i in range(size)]
+        per_group = [prod(s) // self.num_kv_heads for s in shapes]
+        run, before, stride = per_group[index], sum(per_group[:index]), sum(per_group)
+        if self.num_kv_heads % size == 0:
+            groups = self.num_kv_heads // size
+            return [(i, Block(i * groups * run, before, run, groups, run, stride)) for i in range(size)]
+        shard = prod(self.shard_shape(shapes, size))
+        out = []
+        for group in range(self.num_kv_heads):  # its run in the fused rows may lie on several ranks
+            low, high = group * stride + before, group * stride + before + run
+            for i in range(low // shard, -(-high // shard)):
+                start, stop = max(low, i * shard), min(high, (i + 1) * shard)
+                out.append((i, Block(group * run + start - low, start - i * shard, stop - start)))
+        return out
 
 
 @dataclass(frozen=True)
