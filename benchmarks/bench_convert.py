@@ -163,7 +163,8 @@ def main() -> int:
         memory, limit = found["peak_mb"] - idle, 3 * largest / 2**20 + 300
         print(f"{script}: convert {found['convert']:.1f} s = {rate:.0f} MB/s, copy {before:.0f} and {after:.0f} MB/s, "
               f"ratio {rate / copy:.2f}; imports {found['imports']:.1f} s, verify {found['verify']:.1f} s, "
-              f"whole {found['whole']:.1f} s, CPU {found['cpu']:.1f} s; memory {memory:.0f} MB above {idle:.0f} MB (limit {limit:.0f} MB)")
+              f"whole {found['whole']:.1f} s, CPU {found['cpu']:.1f} s; memory {memory:.0f} MB above {idle:.0f} MB "
+              f"(limit {limit:.0f} MB)")
         if args.names and found["whole"] >= 60:
             failures.append(f"{script}: {found['whole']:.0f} s is not under 60 s")
         if not args.names and rate < copy / 4:
