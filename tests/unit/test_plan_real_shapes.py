@@ -24,7 +24,7 @@ from luspo_megatron.weights.plan import Receivers, moves_of, plan_sync, stages_o
 from luspo_megatron.weights.plan_report import count, describe
 from luspo_megatron.weights.table import WeightTable
 
-COMMON: dict[str, Any] = {"family": "qwen3_moe", "vocab_size": 151936, "norm_eps": 1e-6, "rope_theta": 1e6,
+COMMON: dict[str, Any] = {"qk_norm": True, "family": "qwen3_moe", "vocab_size": 151936, "norm_eps": 1e-6, "rope_theta": 1e6,
                           "max_positions": 40960, "tied": False, "num_experts": 128, "top_k": 8, "head_dim": 128,
                           "num_kv_heads": 4}
 # config.json of Qwen/Qwen3-30B-A3B and Qwen/Qwen3-235B-A22B
