@@ -11,9 +11,6 @@ TORCH_INDEX_URL ?=
 TESTS ?= tests
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
-SMOLLM2_ARGS ?=
-# word problems for make smollm2, where there is such a file
-GSM8K ?= $(wildcard ../shared/data/gsm8k.jsonl)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,12 +26,11 @@ export TOKENIZERS_PARALLELISM ?= false
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=/path/to/python3.12] [TORCH_INDEX_URL=URL]'
 	@echo
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1 \t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1 \t/' | expand -t 12
 	@echo
 	@echo 'PYTHON: the Python (>= 3.12) to use, otherwise one is looked for.'
 	@echo 'TORCH_INDEX_URL: package index with another build of torch, e.g. one of CPU builds'
 	@echo 'DEMO_ARGS: flags of luspo train for the demo; WORLD_SIZE, TP, PP, EP, SEED in the environment choose its layout'
-	@echo 'SMOLLM2_ARGS: flags of luspo train for make smollm2; GSM8K=FILE: word problems for it'
 	@echo 'TESTS, PYTEST_ARGS: what make test runs, e.g. make test TESTS=tests/unit PYTEST_ARGS="-k config"'
 
 .PHONY: setup
@@ -61,18 +57,9 @@ lint: setup ## style, types, and the directions of imports
 test: setup ## run all tests
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
 
-.PHONY: test-slurm
-test-slurm: setup ## launches, requeue and preemption on a Slurm cluster that is started on this machine (as root)
-	$(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
-
 .PHONY: demo
 demo: setup ## build, cold-start, train and evaluate a tiny Qwen3-MoE on this machine's CPU (about 10 minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON='$(CURDIR)/$(BIN)/python' bash examples/qwen3_moe/tiny_cpu.sh $(DEMO_ARGS)
-
-.PHONY: smollm2
-smollm2: setup ## fetch SmolLM2-135M-Instruct and train it a few steps on this machine's CPU (about 10 minutes)
-	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON='$(CURDIR)/$(BIN)/python' GSM8K='$(GSM8K)' \
-		bash examples/smollm2/smollm2.sh $(SMOLLM2_ARGS)
 
 .PHONY: clean
 clean: ## remove .venv, caches and build folders; runs/ stays

@@ -28,7 +28,6 @@ setup(
         "pyyaml",
         "pyarrow",
         "tyro",
-        "matplotlib",
         "rich",
         "aiohttp",
         "xxhash",
@@ -43,7 +42,7 @@ setup(
         "sglang": ["sglang"],
         # CUDA only: the bare transformer-engine package without its CUDA half breaks `import megatron.core`.
         "te": ["transformer-engine[pytorch,core_cu13]"],
-        "demo": ["gguf", "accelerate"],  # examples/smollm2 unpacks a GGUF file with transformers
+        "demo": [],  # the demo needs nothing beyond the requirements; kept so that [demo] can be asked for
         "dev": [
             "pytest",
             "pytest-timeout",

@@ -19,13 +19,10 @@ from luspo_megatron.config import (
     Config,
     EvalCommandConfig,
     ExportConfig,
-    LossConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
-    ParityConfig,
     SftConfig,
-    WeightSyncConfig,
 )
 from luspo_megatron.config_checks_rollout import (
     Violation,
@@ -34,7 +31,6 @@ from luspo_megatron.config_checks_rollout import (
     check_prompts,
     check_reward,
     check_rollout,
-    json_object,
     suspicious_clips,
 )
 from luspo_megatron.errors import UserError
@@ -68,11 +64,10 @@ def validate(config: Config, facts: Architecture | None = None) -> list[Violatio
     found += check_optimizer(config.optimizer)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     found += check_batch(config.batch, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
-    found += check_loss(config.loss)
     found += check_checkpoint(config.checkpoint)
     found += at_least("--run.steps", config.run.steps, 1)
     found += at_least("--run.sample_table_every", config.run.sample_table_every, 0)
-    found += check_weight_sync(config.weight_sync)
+    found += at_least("--weight_sync.bucket_bytes", config.weight_sync.bucket_bytes, 1)
     found += _eval(config)
     return found
 
@@ -87,13 +82,11 @@ def validate_sft(config: SftConfig, facts: Architecture | None = None) -> list[V
         found.append(Violation("--data.path", "", "name a .jsonl or .parquet file of demonstrations"))
     elif not Path(config.data.path).is_file():
         found.append(Violation("--data.path", config.data.path, "there is no such file; check the path"))
-    found += json_object("--data.chat_template_args", config.data.chat_template_args, '{"enable_thinking": false}')
     found += at_least("--data.max_tokens", config.data.max_tokens, 2)
     found += at_least("--batch_size", config.batch_size, 1)
     found += at_least("--run.steps", config.run.steps, 1)
     found += check_optimizer(config.optimizer)
     found += check_batch(config.batch, config.data.max_tokens, "data.max_tokens")
-    found += check_loss(config.loss)
     found += check_checkpoint(config.checkpoint)
     return found
 
@@ -113,35 +106,11 @@ def validate_eval(config: EvalCommandConfig, facts: Architecture | None = None) 
     found += check_prompts(config.data, "eval_prompts", required=True)
     found += check_rollout(replace(config.rollout, dynamic_sampling=False))
     found += check_reward(config.reward, config.rollout)
-    found += check_weight_sync(config.weight_sync)
+    found += at_least("--weight_sync.bucket_bytes", config.weight_sync.bucket_bytes, 1)
     found += _eval(config)
     if not config.out:
         found.append(Violation("--out", "", "name a folder for the results"))
     return found
-
-
-def validate_parity(config: ParityConfig, facts: Architecture | None = None) -> list[Violation]:
-    """The same for ``luspo parity``."""
-    found = [*check_model(config.model)]
-    facts, more = _facts(config.model, facts)
-    found += more
-    found += check_parallel(config.parallel, facts)
-    found += check_prompts(config.data, "prompts", required=False)
-    found += check_rollout(replace(config.rollout, dynamic_sampling=False))
-    found += check_weight_sync(config.weight_sync)
-    for name in ("prompts", "samples"):
-        found += at_least(f"--{name}", getattr(config, name), 1)
-    found += at_least("--tolerance", config.tolerance, 0)
-    if not config.out:
-        found.append(Violation("--out", "", "name a folder for the report"))
-    return found
-
-
-def check_weight_sync(settings: WeightSyncConfig) -> Iterator[Violation]:
-    yield from at_least("--weight_sync.bucket_bytes", settings.bucket_bytes, 8)
-    if settings.folder and settings.transport != "disk":
-        yield Violation("--weight_sync.folder", settings.folder, "only the disk transport has one; leave it out, or set "
-                        "--weight_sync.transport disk")
 
 
 def validate_export(config: ExportConfig) -> list[Violation]:
@@ -180,7 +149,7 @@ def require(violations: list[Violation]) -> None:
 def model_facts(model: ModelConfig) -> Architecture | None:
     """The facts of ``model.hf``; None when it holds no readable config.json."""
     try:
-        return read_architecture(model.hf, model.family) if model.hf else None
+        return read_architecture(model.hf) if model.hf else None
     except UserError:
         return None
 
@@ -190,7 +159,6 @@ def check_model(model: ModelConfig) -> Iterator[Violation]:
         yield Violation("--model.hf", "", "name the folder of the Hugging Face model to start from")
     else:
         yield from _folder("--model.hf", model.hf, "config.json")
-    yield from _folder("--model.megatron", model.megatron, optional=True)
     yield from _folder("--model.tokenizer", model.tokenizer, optional=True)
     if not model.router_aux_loss_coef >= 0:
         yield Violation("--model.router_aux_loss_coef", model.router_aux_loss_coef, "take 0 (off) or more")
@@ -265,11 +233,7 @@ def check_batch(batch: BatchConfig, longest: int, longest_name: str) -> Iterator
     if batch.max_tokens_per_micro_batch < longest:
         mend = f"the longest sequence ({longest_name}) is {longest} tokens; take at least that"
         yield Violation("--batch.max_tokens_per_micro_batch", batch.max_tokens_per_micro_batch, mend)
-
-
-def check_loss(loss: LossConfig) -> Iterator[Violation]:
-    yield from at_least("--loss.chunk_bytes", loss.chunk_bytes, 0)
-    yield from at_least("--loss.cache_bytes", loss.cache_bytes, 0)
+    yield from at_least("--batch.logprob_chunk_bytes", batch.logprob_chunk_bytes, 1)
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> Iterator[Violation]:
@@ -291,7 +255,7 @@ def _facts(model: ModelConfig, facts: Architecture | None) -> tuple[Architecture
     if facts is not None or not model.hf or not (Path(model.hf) / "config.json").is_file():
         return facts, []
     try:
-        return read_architecture(model.hf, model.family), []
+        return read_architecture(model.hf), []
     except UserError as error:
         return None, [Violation("--model.hf", model.hf, str(error))]
 

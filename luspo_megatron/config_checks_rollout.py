@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import shlex
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,19 +63,18 @@ def check_prompts(data: DataConfig, name: str, required: bool) -> Iterator[Viola
         what = "has no known ending" if Path(source).exists() else "is not a prompt source"
         yield Violation(flag, source, f"{what}; name {forms}")
     if name == "prompts" or required:
-        yield from json_object("--data.task_args", data.task_args, '{"max_terms": 4}')
-        yield from json_object("--data.chat_template_args", data.chat_template_args, '{"enable_thinking": false}')
+        yield from _task_args(data.task_args)
         yield from at_least("--data.max_prompt_tokens", data.max_prompt_tokens, 1)
     yield from at_least(f"--data.{size_name}", getattr(data, size_name), 0)
 
 
-def json_object(flag: str, text: str, example: str) -> Iterator[Violation]:
+def _task_args(text: str) -> Iterator[Violation]:
     try:
         good = isinstance(json.loads(text), dict)
     except json.JSONDecodeError:
         good = False
     if not good:
-        yield Violation(flag, text, f"give a JSON object, e.g. {example}")
+        yield Violation("--data.task_args", text, 'give a JSON object, e.g. {"max_terms": 4}')
 
 
 def check_rollout(rollout: RolloutConfig) -> Iterator[Violation]:
@@ -86,7 +83,6 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[Violation]:
     for url in rollout.urls:
         if not re.match(r"https?://[^/\s]+", url):
             yield Violation("--rollout.urls", url, "give URLs such as http://node1:8000")
-    yield from _engine_flags(rollout)
     for name in ("prompts_per_step", "group_size", "max_response_tokens", "batch_size", "threads"):
         yield from at_least(f"--rollout.{name}", getattr(rollout, name), 1)
     if not rollout.urls:
@@ -101,24 +97,6 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[Violation]:
         yield Violation("--rollout.temperature", rollout.temperature, mend)
     if not 0 < rollout.top_p <= 1:
         yield Violation("--rollout.top_p", rollout.top_p, "take more than 0 and at most 1")
-
-
-def _engine_flags(rollout: RolloutConfig) -> Iterator[Violation]:
-    real = rollout.engine != "hf"
-    for name in ("engine_args", "engine_python", "in_flight_updates", "routed_experts"):
-        value = getattr(rollout, name)
-        if value and not real:
-            yield Violation(f"--rollout.{name}", value, "the embedded engine (hf) has none; take vllm or sglang")
-    for words in rollout.engine_args:
-        try:
-            shlex.split(words)
-        except ValueError as error:
-            yield Violation("--rollout.engine_args", words, f"cannot be split into flags: {error}")
-    if rollout.engine_python and real and shutil.which(rollout.engine_python) is None:
-        yield Violation("--rollout.engine_python", rollout.engine_python, "there is no such program; check the path")
-    for pair in rollout.engine_env:
-        if not re.match(r"[A-Za-z_]\w*=", pair):
-            yield Violation("--rollout.engine_env", pair, "write NAME=value")
 
 
 def check_reward(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[Violation]:

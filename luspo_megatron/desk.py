@@ -16,13 +16,11 @@ from typing import Any
 
 from luspo_megatron.config import Config
 from luspo_megatron.config_io import save_config
-from luspo_megatron.errors import RunError
 from luspo_megatron.ranks import Ranks
 from luspo_megatron.report.environment import write_environment
 from luspo_megatron.report.html import write_report
-from luspo_megatron.report.metrics import METRICS_FILE, MetricSinks
+from luspo_megatron.report.metrics import MetricSinks
 from luspo_megatron.report.progress import Phase, Progress
-from luspo_megatron.report.records import read_lines
 from luspo_megatron.report.summary import RunSummary, evaluations, print_summary, write_summary
 from luspo_megatron.report.watch import MetricWatch
 from luspo_megatron.rollout.client import ControllerClient
@@ -44,13 +42,10 @@ class Desk:
         self.client: ControllerClient | None = None
         self._progress: Progress | None = None
         self._sinks: MetricSinks | None = None
-        self._push_again: Callable[[], None] | None = None
         if ranks.rank == 0:
             run_dir = Path(config.run.dir)
             self._progress = Progress(max(0, config.run.steps - state["step"]), run_dir=run_dir)
-            self._watch = MetricWatch(self._progress.warning)
             if resumed:
-                self._watch.recall(read_lines(run_dir / METRICS_FILE)[0])
                 self._progress.message(f"resuming after step {state['step']}")
             self._progress.message(f"layout {ranks.layout}, {ranks.layout.world_size} trainer processes; run folder "
                                    f"{run_dir}; starting engines")
@@ -64,6 +59,7 @@ class Desk:
             except BaseException:
                 self._close()
                 raise
+            self._watch = MetricWatch(self._progress.warning)
 
     def _start_controller(self, state: dict[str, Any]) -> ControllerClient:
         run_dir = Path(self._config.run.dir)
@@ -119,41 +115,17 @@ class Desk:
             self._progress.take_seconds()
 
     # ------------------------------------------------------------------ what the controller does
-    def rollout(self, step: int) -> list[Group] | None:
-        """The groups of a step, with rewards, on every rank; None when rank 0 was asked to stop before they came."""
+    def rollout(self, step: int) -> list[Group]:
+        """The groups of a step, with rewards, on every rank."""
         groups: list[Group] | None = None
-        handle: Any = None
         size = self._config.rollout
         with self.phase("rollout", size.prompts_per_step * size.group_size):
             if self.client is not None:
-                handle = self.client.next_batch_async(step)
-            self._wait_and_push(handle)
-            if self.client is not None:
-                groups = self.client.batch_of(handle)
+                groups = self.client.next_batch(step)
                 self._warn_of(self.client.statistics)
             groups = self._ranks.broadcast(groups)
         assert groups is not None
         return groups
-
-    def push(self, sync: Any, version: int) -> None:
-        """``sync.push(version)``, and the same again when an engine that was started again needs these weights."""
-        if self.client is not None:
-            self.client.push_version = version
-        sync.push(version)
-        self._push_again = lambda: sync.push(version)
-
-    def _wait_and_push(self, handle: Any) -> None:
-        """Every rank waits for the controller's answer, and pushes the current weights again whenever an engine that
-        was started again needs them to go on. A push that fails is a warning here: other engines may serve."""
-        while self._ranks.broadcast(None if self.client is None else not self.client.wait(handle)):
-            assert self._push_again is not None
-            if self._progress is not None:
-                self._progress.warning("an engine was started again: it gets the current weights")
-            try:
-                self._push_again()
-            except RunError as error:
-                if self._progress is not None:
-                    self._progress.warning(f"the engine did not take the weights: {error}")
 
     def _warn_of(self, statistics: dict[str, float]) -> None:
         assert self._progress is not None
@@ -169,15 +141,11 @@ class Desk:
         config = self._config
         if not config.data.eval_prompts:
             return
-        handle: Any = None
-        with self.phase("eval"):
-            if self.client is not None:
-                handle = self.client.evaluate_async(config.eval.samples, config.eval.temperature,
-                                                    config.eval.greedy and full,
-                                                    0 if full else config.eval.interim_size, config.run.seed)
-            self._wait_and_push(handle)
-            result = handle.result() if handle is not None else {}
-        if self._progress is not None and self._sinks is not None:
+        if self.client is not None and self._progress is not None and self._sinks is not None:
+            with self.phase("eval"):
+                result = self.client.evaluate(config.eval.samples, config.eval.temperature,
+                                              config.eval.greedy and full, 0 if full else config.eval.interim_size,
+                                              config.run.seed)
             metrics = {f"eval/{ours}": result[theirs] for ours, theirs in (
                 ("pass_at_1",) * 2, ("pass_at_1_se",) * 2, ("pass_at_k",) * 2, ("greedy",) * 2,
                 ("response_length_mean", "mean_length"), ("prompts", "n")) if theirs in result}

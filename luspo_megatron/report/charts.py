@@ -49,21 +49,6 @@ CHARTS = (
           (("clip_fraction_positive", "advantage > 0"), ("clip_fraction_negative", "advantage < 0"))),
     Chart("Clip fraction by length",
           (("clip_fraction_short", "shorter half"), ("clip_fraction_long", "longer half"))),
-    Chart("Clip fraction by sign and length",
-          (("clip_fraction_positive_short", "A > 0, shorter half"),
-           ("clip_fraction_positive_long", "A > 0, longer half"),
-           ("clip_fraction_negative_short", "A < 0, shorter half"),
-           ("clip_fraction_negative_long", "A < 0, longer half")),
-          "Short responses are clipped more: their sequence ratio moves more."),
-    Chart("Effective weight per token by length",
-          (("token_weight_q1", "shortest quarter"), ("token_weight_q2", "second"), ("token_weight_q3", "third"),
-           ("token_weight_q4", "longest quarter")),
-          "Of responses with a gradient; clipped ones weigh 0. All lines near 1: no length bias."),
-    Chart("Advantage left over by the clip", (("drift_kappa", "kappa"),),
-          "Above 0, an objective that gives short responses more weight per token shortens all responses.",
-          from_zero=True),
-    Chart("Push on the length", (("length_drift", "slope in the stop logit"),),
-          "Above 0: responses shrink. Noisy in single steps; its mean over many tells.", from_zero=True),
     Chart("Samples without use",
           (("truncated_fraction", "truncated samples"), ("zero_variance_fraction", "groups with equal rewards"))),
     Chart("Entropy", (("entropy", "policy"),), from_zero=False),
@@ -101,7 +86,7 @@ def figure(chart: Chart, rows: Sequence[Row], steps: tuple[int, int]) -> str:
     if any(len(group.rows) > 1 for group in groups):
         note += f" Points are means of up to {len(groups[0].rows)} steps; the band spans lowest to highest."
     legend = [(item.label, dash(index, len(groups))) for index, item in enumerate(series)]
-    return framed(chart.title, "%" if unit == "fraction" else unit, legend, drawing, note)
+    return _figure(chart.title, "%" if unit == "fraction" else unit, legend, drawing, note)
 
 
 def timing_figure(rows: Sequence[Row], steps: tuple[int, int]) -> str:
@@ -119,7 +104,7 @@ def timing_figure(rows: Sequence[Row], steps: tuple[int, int]) -> str:
     note = "Evaluation and checkpoints are in the table of total times."
     if any(len(group.rows) > 1 for group in groups):
         note += f" Bars are means of up to {len(groups[0].rows)} steps."
-    return framed("Seconds per step", "s", [(item.label, None) for item in series], drawing, note)
+    return _figure("Seconds per step", "s", [(item.label, None) for item in series], drawing, note)
 
 
 def with_other(row: Row) -> dict[str, Any]:
@@ -136,8 +121,8 @@ def phase_title(name: str) -> str:
     return _PHASE_TITLES.get(name, name)
 
 
-def framed(title: str, unit: str, legend: Sequence[tuple[str, str | None]], drawing: str, note: str) -> str:
-    """A drawing with its caption. ``legend``: (label, dash pattern of its line or None for a box) of each series."""
+def _figure(title: str, unit: str, legend: Sequence[tuple[str, str | None]], drawing: str, note: str) -> str:
+    """``legend``: (label, dash pattern of its line or None for a box) of each series."""
     items = "".join(f"<li>{swatch(index, line)}{escape(label)}</li>" for index, (label, line) in enumerate(legend))
     unit_text = f' <span class="unit">{escape(unit)}</span>' if unit else ""
     note_text = f'<p class="note">{escape(note.strip())}</p>' if note.strip() else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -19,11 +20,10 @@ from luspo_megatron.errors import UserError
 from luspo_megatron.report.binning import number
 from luspo_megatron.report.charts import CHARTS, OTHER, figure, phase_title, timing_figure, with_other
 from luspo_megatron.report.environment import read_environment
-from luspo_megatron.report.length_change import WINDOW, describe, length_change
 from luspo_megatron.report.metrics import METRICS, METRICS_FILE, PHASES, SAMPLES_FILE, format_metric
+from luspo_megatron.report.page_style import STYLE
 from luspo_megatron.report.progress import WARNINGS_FILE
 from luspo_megatron.report.records import read_lines, step_of, write_atomic
-from luspo_megatron.report.shell import page, tile
 from luspo_megatron.report.summary import RunSummary, difference, evaluations, read_summary
 from luspo_megatron.report.text import duration, shorten, visible
 
@@ -45,19 +45,22 @@ def write_report(run_dir: str | Path) -> Path:
     return write_atomic(folder / REPORT_FILE, render(folder).encode("utf-8", errors="replace"))
 
 
-def render(folder: Path, script: str = "") -> str:
-    """The page as text. ``script`` is the live view's."""
+def render(folder: Path) -> str:
+    """The page as text."""
     rows, bad_lines = read_lines(folder / METRICS_FILE)
     rows = sorted((row for row in rows if step_of(row) is not None), key=lambda row: row["step"])
     summary = read_summary(folder)
     name = visible(folder.resolve().name, lines=False)
     parts = [
         f"<h1>{escape(name)}</h1>", _subtitle(rows, summary), _tiles(folder, rows, summary),
-        _warnings(folder, bad_lines), _length(rows), _charts(rows), _times(rows), _samples(folder), _files(summary),
-        _config(folder),
+        _warnings(folder, bad_lines), _charts(rows), _times(rows), _samples(folder), _files(summary), _config(folder),
         _environment(folder), _glossary(rows),
+        f"<footer>Written {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by luspo_megatron.</footer>",
     ]
-    return page(f"{name}: run report", parts, script)
+    return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{escape(name)}: run report</title><style>{STYLE}</style></head>\n<body><main>\n"
+            + "\n".join(part for part in parts if part) + "\n</main></body></html>\n")
 
 
 def _subtitle(rows: Sequence[Row], summary: Row) -> str:
@@ -110,7 +113,9 @@ def _tiles(folder: Path, rows: Sequence[Row], summary: Row) -> str:
 
 
 def _tile(title: str, value: str, small: str = "", kind: str = "") -> str:
-    return tile(title, visible(value), small, kind)
+    extra = f"<small>{escape(small)}</small>" if small else ""
+    return (f'<div class="tile"><dt>{escape(title)}</dt><dd><b class="{kind}">{escape(visible(value))}</b>{extra}</dd>'
+            "</div>")
 
 
 def _percent(value: float | None) -> str:
@@ -141,18 +146,6 @@ def _warnings(folder: Path, bad_lines: int) -> str:
         return ""
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
     return f'<section class="warnings"><h2>Warnings</h2><ul>{listed}</ul></section>'
-
-
-def _length(rows: Sequence[Row]) -> str:
-    """What the response length did, as sentences; "" for runs too short to tell."""
-    training = [row for row in rows if number(row.get("response_length_mean")) is not None]
-    first, last = training[:WINDOW], training[-WINDOW:]
-    change = length_change(first, last) if len(training) >= 2 * WINDOW else None
-    if change is None:
-        return ""
-    text = describe(change, first, last)
-    return (f"<h2>Response length</h2><p>{escape(text[0].upper() + text[1:])}.</p>"
-            f'<p class="note">Means of the first and of the last {WINDOW} steps.</p>')
 
 
 def _charts(rows: Sequence[Row]) -> str:

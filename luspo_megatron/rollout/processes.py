@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -42,16 +41,11 @@ class OwnProcess:
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
-        # Slurm sends the ranks' request to stop (SIGUSR1) to every process of a job step: ours are born deaf to it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        try:
-            with log.open("xb") as file:
-                self._process = subprocess.Popen(
-                    list(command), stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
-                    env={**os.environ, **(env or {})}, start_new_session=True,
-                )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with log.open("xb") as file:
+            self._process = subprocess.Popen(
+                list(command), stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})}, start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
@@ -59,19 +53,7 @@ class OwnProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the signal that ended it.
-
-        Once it has ended, what is left of its group is killed: an engine's own processes outlive the one we started
-        when that is killed. It is still a zombie then, so the group's id cannot belong to anyone else.
-        """
-        if self._process.returncode is None:
-            try:
-                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                ended = None
-            if ended is None:
-                return None
-            self._signal(signal.SIGKILL)
+        """None while it runs; negative: the signal that ended it."""
         return self._process.poll()
 
     def describe_end(self) -> str:
@@ -86,15 +68,13 @@ class OwnProcess:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        if self.returncode is None:
+        if self._process.poll() is None:
             self._signal(signal.SIGTERM)
-            deadline = time.monotonic() + grace
-            while self.returncode is None and time.monotonic() < deadline:
-                time.sleep(0.02)
-            if self.returncode is None:
+            try:
+                self._process.wait(grace)
+            except subprocess.TimeoutExpired:
                 self._signal(signal.SIGKILL)
-                while self.returncode is None:
-                    time.sleep(0.02)
+                self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
