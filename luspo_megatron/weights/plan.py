@@ -116,7 +116,8 @@ def _cut(source: int, entries: list[Entry], dtype: str, bucket_bytes: int) -> tu
     def flush() -> None:
         nonlocal offset
         if slices:
-            buckets.append(Bucket(source, offset, tuple(slices)))
+            last = slices[-1]
+            buckets.append(Bucket(source, last.offset + last.nbytes, tuple(slices)))
             slices.clear()
             offset = 0
 
@@ -124,7 +125,7 @@ def _cut(source: int, entries: list[Entry], dtype: str, bucket_bytes: int) -> tu
         start, total = 0, prod(shape)
         while start < total:
             room = (bucket_bytes - offset) // item
-            if room == 0 or (start == 0 and room < total and offset > 0):
+            if room <= 0 or (start == 0 and room < total and offset > 0):
                 flush()  # a tensor that is cut starts a bucket of its own
                 continue
             numel = min(total - start, room)
