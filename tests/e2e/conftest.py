@@ -10,6 +10,13 @@ import pytest
 from tests.e2e.project import LAYOUTS, Command, Project, luspo
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A whole run on a busy machine takes longer than the limit of other tests."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(1200))
+
+
 @dataclass(frozen=True)
 class Run:
     dir: Path

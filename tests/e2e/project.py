@@ -113,14 +113,14 @@ class Command:
     def said(self) -> str:
         return f"{self.stdout}\n--- stderr:\n{self.stderr}"
 
-    def wait(self, timeout: float = 240) -> int:
+    def wait(self, timeout: float = 900) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.end()
             raise AssertionError(f"the command did not end in {timeout} s:\n{self.said}") from None
 
-    def until(self, condition: Callable[[], Any], timeout: float = 240) -> Any:
+    def until(self, condition: Callable[[], Any], timeout: float = 600) -> Any:
         """Poll until `condition` gives something true; fails when the command ends first."""
         end = time.monotonic() + timeout
         while not (found := condition()):
