@@ -7,6 +7,7 @@ or a person's own modules; the controller reads those before a run writes anythi
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from luspo_megatron.config import Config, EvalCommandConfig, ModelConfig, SftConfig
@@ -18,7 +19,7 @@ from luspo_megatron.weights.architecture import read_architecture
 
 def check_train(config: Config) -> None:
     """UserError for what would stop `luspo train` after its start."""
-    resume_from(config.run.dir, config.run.resume)
+    check_run_folder(config.run.dir, config.run.resume)
     data = config.data
     for flag, path in (("data.prompts", data.prompts), ("data.eval_prompts", data.eval_prompts)):
         _first_row(flag, path, {"data.prompt_key": data.prompt_key, "data.answer_key": data.answer_key})
@@ -30,7 +31,7 @@ def check_train(config: Config) -> None:
 
 def check_sft(config: SftConfig) -> None:
     """The same for `luspo sft`."""
-    resume_from(config.run.dir, config.run.resume)
+    check_run_folder(config.run.dir, config.run.resume)
     data = config.data
     _first_row("data.path", data.path, {"data.prompt_key": data.prompt_key, "data.response_key": data.response_key})
     check_weights(config.model.hf)
@@ -42,6 +43,16 @@ def check_eval(config: EvalCommandConfig) -> None:
     _first_row("data.eval_prompts", data.eval_prompts,
                {"data.prompt_key": data.prompt_key, "data.answer_key": data.answer_key})
     check_weights(config.model.hf)
+
+
+def check_run_folder(run_dir: str, resume: bool) -> None:
+    """A folder that can be written, or made, and whose checkpoints (if any) are to be gone on from."""
+    path = Path(run_dir)
+    nearest = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        what = "cannot be written" if nearest.is_dir() else "is not a folder"
+        raise UserError(f"run.dir {run_dir}: {nearest} {what}; take another one")
+    resume_from(run_dir, resume)
 
 
 def check_weights(folder: str) -> None:

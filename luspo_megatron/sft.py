@@ -44,9 +44,10 @@ def sft(config: SftConfig) -> None:
     found = run.resume_from(config.run.dir, config.run.resume)
     ranks = run.join_ranks(config.model, config.parallel, config.run.seed)
     actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch)
-    state: dict[str, Any] = {"step": 0, "model": dataclasses.asdict(config.model)}
+    state: dict[str, Any] = {"step": 0}
     if found is not None:
         state |= checkpoint.load(actor, found)
+    state["model"] = dataclasses.asdict(config.model)
     first, steps = state["step"], config.run.steps
     shown = ranks.rank == 0
     if shown:

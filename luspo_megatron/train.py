@@ -42,10 +42,10 @@ def train(config: Config) -> None:
         actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
                                 temperature=config.rollout.temperature)
         reference = reference_policy(config, ranks)
-        state: dict[str, Any] = {"step": 0, "updates": 0, "weight_version": 1,
-                                 "model": dataclasses.asdict(config.model)}
+        state: dict[str, Any] = {"step": 0, "updates": 0, "weight_version": 1}
         if found is not None:
             state |= checkpoint.load(actor, found)
+        state["model"] = dataclasses.asdict(config.model)
         desk = stack.enter_context(front_desk(config, ranks, state, found is not None, began))
         sync = stack.enter_context(contextlib.closing(weight_sync(config, actor, desk)))
         with desk.phase("sync"):

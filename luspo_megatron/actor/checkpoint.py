@@ -65,8 +65,8 @@ def save(actor: Actor, folder: str | Path, step: int, state: dict[str, Any], kee
     torch.save(_rng_state(), partial / "rng" / f"rank-{ranks.rank}.pt")
     ranks.broadcast(None)
     if ranks.rank == 0:
-        layout = vars(ranks.layout)
-        (partial / "state.json").write_text(json.dumps({**state, "step": step, "layout": layout}, indent=1))
+        own = {"step": step, "layout": vars(ranks.layout), "architecture": vars(actor.arch)}
+        (partial / "state.json").write_text(json.dumps({**state, **own}, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
         _prune(Path(folder), keep)
@@ -75,11 +75,18 @@ def save(actor: Actor, folder: str | Path, step: int, state: dict[str, Any], kee
 
 
 def load(actor: Actor, checkpoint: str | Path, *, with_optimizer: bool = True) -> dict[str, Any]:
-    """Restores the actor on all ranks, under this run's layout, and returns the state."""
+    """Restores the actor on all ranks, under this run's layout, and returns the state.
+
+    UserError for a checkpoint of another model.
+    """
     from megatron.core import dist_checkpointing
 
     checkpoint = Path(checkpoint)
     state = read_state(checkpoint)
+    want, have = vars(actor.arch), state.get("architecture", vars(actor.arch))
+    if differing := [f"{key} {have.get(key)} instead of {want[key]}" for key in want if have.get(key) != want[key]]:
+        raise UserError(f"{checkpoint} is of another model than model.hf: {', '.join(differing)}; use the model that "
+                        "it was trained from, or another run.dir")
     with_optimizer = with_optimizer and actor.optimizer is not None
     model, optimizer = sharded_state(actor, is_loading=True, with_optimizer=with_optimizer)
     wanted = {"model": model, **({"optimizer": optimizer} if with_optimizer else {})}

@@ -48,6 +48,13 @@ def test_resume(case: Case, saved: Any) -> None:
             assert np.abs(parameters[name] - value).max() <= 1e-4 * np.abs(value).max(), name
 
 
+def test_a_checkpoint_of_another_model_is_refused(saved: Any, tmp_path: Path) -> None:
+    _, samples, advantages, path, _ = saved
+    other = save_model(tmp_path / "model", "moe", layers=2)
+    with pytest.raises(RuntimeError, match="UserError: .* of another model than model.hf: num_layers 4 instead of 2"):
+        pool(1).run(resume_from, Case(), other, samples, advantages, path, 3, 6)
+
+
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_keys_are_those_of_the_transformer_engine_spec(kind: str, tmp_path: Path) -> None:
     """The list is what megatron-core 0.19's TE GPT spec gives for Qwen3 with grouped experts (gpt_layer_specs.py,

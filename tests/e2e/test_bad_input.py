@@ -92,6 +92,11 @@ def test_settings_and_files(flags: list[str], says: str, project: Project, run_d
     assert says in refused(project.train(run_dir, *flags))
 
 
+def test_a_run_folder_that_is_a_file(project: Project, run_dir: Path, refused: Any) -> None:
+    assert "config.yaml is not a folder; take another one" in refused(project.train(run_dir / "config.yaml"))
+    assert "config.yaml is not a folder; take another one" in refused(project.sft(run_dir / "config.yaml" / "below"))
+
+
 def test_a_mistake_in_a_file_of_settings(project: Project, run_dir: Path, refused: Any, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("optimizer: {lrate: 1e-6}\n")
     said = refused(project.train(run_dir, "--config", str(tmp_path / "recipe.yaml")))
