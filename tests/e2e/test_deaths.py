@@ -33,7 +33,7 @@ def test_a_killed_controller_ends_the_run_with_a_message(project: Project, tmp_p
     run_dir = tmp_path / "run"
     flags = project.train(run_dir, *LAYOUTS["tp2ep2"], "--checkpoint.every", "1")
     with command(flags, tmp_path / "output", E2E_REWARD_SECONDS="0.05") as run:
-        run.until(lambda: rows(run_dir))
+        run.until(lambda: len(rows(run_dir)) >= 2)  # so the first step is saved
         [controller] = run.of("controller_server")
         controller.kill()
         assert run.wait(120) == 1, run.said
