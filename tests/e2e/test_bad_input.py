@@ -154,7 +154,7 @@ def remove(folder: Path) -> None:
 
 def architecture(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
 
 
 @pytest.mark.parametrize(("spoil", "says"), [
@@ -168,7 +168,7 @@ def architecture(folder: Path) -> None:
      "files named by the index are missing: model-00002.safetensors"),
     (index_of("{"), "model.safetensors.index.json: is not valid JSON"),
     (index_of({"metadata": {}}), "model.safetensors.index.json: has no weight_map"),
-    (architecture, "architecture LlamaForCausalLM is not supported"),
+    (architecture, "architecture GPT2LMHeadModel is not supported"),
 ], ids=["truncated", "garbled", "missing", "renamed", "wrong shape", "no weights", "index names a missing file",
         "index is no JSON", "index without map", "architecture"])
 def test_models(spoil: Any, says: str, project: Project, model: Path, run_dir: Path, refused: Any) -> None:
