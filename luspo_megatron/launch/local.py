@@ -145,9 +145,9 @@ class _Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if now - self._last > DEBOUNCE:
+        if now - self._last > DEBOUNCE:  # since the last one that counted: who presses on and on is heard
             self.count += 1
-        self._last = now
+            self._last = now
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
