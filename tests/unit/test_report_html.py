@@ -87,7 +87,7 @@ def test_a_usual_run_has_charts_tiles_and_tables(tmp_path: Path) -> None:
     (tmp_path / "warnings.jsonl").write_text('{"step": 3, "text": "w"}\n{"step": 5, "text": "w"}\n')
     page, html = parse(write_report(tmp_path))
     text = " ".join(page.text)
-    for part in ("37.6%", "56.8%", "+19.2", "95% interval +16.7 to +21.7", "tp2xep2", "1 min 01 s", "c/step_30",
+    for part in ("37.6%", "56.8%", "+19.2", "95% interval +16.7 to +21.7", "tp2 x ep2", "1 min 01 s", "c/step_30",
                  "Held-out evaluation", "Seconds per step", "Total times", "<here> & there", "advantage > 0",
                  "w (2 times, steps 3 to 5)", "tokens/s", "step 30"):
         assert part in text, part
