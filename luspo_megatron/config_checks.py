@@ -34,18 +34,18 @@ from luspo_megatron.config_checks_rollout import (
     suspicious_clips,
 )
 from luspo_megatron.errors import UserError
-from luspo_megatron.model_facts import ModelFacts, read_model_facts
 from luspo_megatron.parallel import ParallelLayout
+from luspo_megatron.weights.architecture import Architecture, read_architecture
 
 
-def resolve_layout(parallel: ParallelConfig, facts: ModelFacts | None = None) -> ParallelLayout:
+def resolve_layout(parallel: ParallelConfig, facts: Architecture | None = None) -> ParallelLayout:
     """The layout with ``etp=0`` resolved: 1 for an MoE model when ep > 1, else tp."""
     moe = facts.is_moe if facts else True
     etp = parallel.etp or (1 if moe and parallel.ep > 1 else parallel.tp)
     return ParallelLayout(parallel.world_size, parallel.tp, parallel.pp, parallel.ep, etp, parallel.cp)
 
 
-def validate(config: Config, facts: ModelFacts | None = None) -> list[Violation]:
+def validate(config: Config, facts: Architecture | None = None) -> list[Violation]:
     """Everything that is wrong with a training configuration; empty when it can start.
 
     ``facts`` are the model's sizes; without them they are read from ``config.model.hf`` when that is there.
@@ -72,7 +72,7 @@ def validate(config: Config, facts: ModelFacts | None = None) -> list[Violation]
     return found
 
 
-def validate_sft(config: SftConfig, facts: ModelFacts | None = None) -> list[Violation]:
+def validate_sft(config: SftConfig, facts: Architecture | None = None) -> list[Violation]:
     """The same for ``luspo sft``."""
     found = [*check_model(config.model)]
     facts, more = _facts(config.model, facts)
@@ -91,7 +91,7 @@ def validate_sft(config: SftConfig, facts: ModelFacts | None = None) -> list[Vio
     return found
 
 
-def validate_eval(config: EvalCommandConfig, facts: ModelFacts | None = None) -> list[Violation]:
+def validate_eval(config: EvalCommandConfig, facts: Architecture | None = None) -> list[Violation]:
     """The same for ``luspo eval``."""
     found: list[Violation] = []
     if config.checkpoint:
@@ -127,11 +127,11 @@ def validate_export(config: ExportConfig) -> list[Violation]:
     return found
 
 
-def warnings(config: Config, facts: ModelFacts | None = None) -> list[str]:
+def warnings(config: Config, facts: Architecture | None = None) -> list[str]:
     """What is allowed but seldom meant, one line each."""
     out = list(suspicious_clips(config.algorithm))
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if facts is not None and 0 < facts.max_positions < longest:
+    if facts is not None and facts.max_positions < longest:
         out.append(
             f"data.max_prompt_tokens + rollout.max_response_tokens = {longest} is more than the model's "
             f"max_position_embeddings = {facts.max_positions}"
@@ -146,10 +146,10 @@ def require(violations: list[Violation]) -> None:
         raise UserError("\n".join([head, *(f"  {violation}" for violation in violations)]))
 
 
-def model_facts(model: ModelConfig) -> ModelFacts | None:
+def model_facts(model: ModelConfig) -> Architecture | None:
     """The facts of ``model.hf``; None when it holds no readable config.json."""
     try:
-        return read_model_facts(model.hf) if model.hf else None
+        return read_architecture(model.hf) if model.hf else None
     except UserError:
         return None
 
@@ -159,13 +159,12 @@ def check_model(model: ModelConfig) -> Iterator[Violation]:
         yield Violation("--model.hf", "", "name the folder of the Hugging Face model to start from")
     else:
         yield from _folder("--model.hf", model.hf, "config.json")
-    yield from _folder("--model.megatron", model.megatron, optional=True)
     yield from _folder("--model.tokenizer", model.tokenizer, optional=True)
     if not model.router_aux_loss_coef >= 0:
         yield Violation("--model.router_aux_loss_coef", model.router_aux_loss_coef, "take 0 (off) or more")
 
 
-def check_parallel(parallel: ParallelConfig, facts: ModelFacts | None) -> Iterator[Violation]:
+def check_parallel(parallel: ParallelConfig, facts: Architecture | None) -> Iterator[Violation]:
     """The layout by itself, then against the model."""
     if parallel.etp < 0:
         yield Violation("--parallel.etp", parallel.etp, "take 0 (choose by itself) or more")
@@ -189,7 +188,7 @@ def check_parallel(parallel: ParallelConfig, facts: ModelFacts | None) -> Iterat
         yield from _layout_against_model(layout, parallel, facts)
 
 
-def _layout_against_model(layout: ParallelLayout, parallel: ParallelConfig, facts: ModelFacts) -> Iterator[Violation]:
+def _layout_against_model(layout: ParallelLayout, parallel: ParallelConfig, facts: Architecture) -> Iterator[Violation]:
     tp, pp, ep, etp = layout.tp, layout.pp, layout.ep, layout.etp
     if facts.num_layers % pp:
         yield _divides("pp", pp, facts.num_layers, "layers")
@@ -251,12 +250,12 @@ def _eval(config: Config | EvalCommandConfig) -> Iterator[Violation]:
         yield Violation("--eval.temperature", config.eval.temperature, mend)
 
 
-def _facts(model: ModelConfig, facts: ModelFacts | None) -> tuple[ModelFacts | None, list[Violation]]:
+def _facts(model: ModelConfig, facts: Architecture | None) -> tuple[Architecture | None, list[Violation]]:
     """Given facts, else those of model.hf, else what is wrong with its config.json (its absence is check_model's)."""
-    if facts is not None or not (Path(model.hf) / "config.json").is_file():
+    if facts is not None or not model.hf or not (Path(model.hf) / "config.json").is_file():
         return facts, []
     try:
-        return read_model_facts(model.hf), []
+        return read_architecture(model.hf), []
     except UserError as error:
         return None, [Violation("--model.hf", model.hf, str(error))]
 

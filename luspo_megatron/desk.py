@@ -7,14 +7,16 @@ the control plane. While rank 0 waits for a rollout, the others wait in gloo, ne
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from luspo_megatron.actor.groups import Ranks
 from luspo_megatron.config import Config
+from luspo_megatron.config_io import save_config
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.report.environment import write_environment
 from luspo_megatron.report.html import write_report
 from luspo_megatron.report.metrics import MetricSinks
@@ -22,6 +24,7 @@ from luspo_megatron.report.progress import Phase, Progress
 from luspo_megatron.report.summary import RunSummary, evaluations, print_summary, write_summary
 from luspo_megatron.report.watch import MetricWatch
 from luspo_megatron.rollout.client import ControllerClient
+from luspo_megatron.run import resume_command, save_settings
 from luspo_megatron.types import Group
 
 SAMPLES_SHOWN = 3
@@ -38,30 +41,50 @@ class Desk:
         self._saved: Path | None = None
         self.client: ControllerClient | None = None
         self._progress: Progress | None = None
+        self._sinks: MetricSinks | None = None
         if ranks.rank == 0:
             run_dir = Path(config.run.dir)
             self._progress = Progress(max(0, config.run.steps - state["step"]), run_dir=run_dir)
-            self._sinks = MetricSinks(run_dir, config.run.tensorboard, state["step"] if resumed else None,
-                                      warn=self._progress.warning)
-            self._watch = MetricWatch(self._progress.warning)
-            write_environment(run_dir)
             if resumed:
                 self._progress.message(f"resuming after step {state['step']}")
             self._progress.message(f"layout {ranks.layout}, {ranks.layout.world_size} trainer processes; run folder "
                                    f"{run_dir}; starting engines")
-            self.client = ControllerClient.start(run_dir / "config.yaml", run_dir, on_progress=self._on_progress)
-            if state.get("controller") is not None:
-                self.client.load_state(state["controller"])
+            try:
+                self.client = self._start_controller(state)
+                # Only now, when data, rewards and engines are found good, is the run folder touched.
+                self._sinks = MetricSinks(run_dir, config.run.tensorboard, state["step"] if resumed else None,
+                                          warn=self._progress.warning)
+                save_settings(config, run_dir)
+                write_environment(run_dir)
+            except BaseException:
+                self._close()
+                raise
+            self._watch = MetricWatch(self._progress.warning)
+
+    def _start_controller(self, state: dict[str, Any]) -> ControllerClient:
+        run_dir = Path(self._config.run.dir)
+        with tempfile.TemporaryDirectory(prefix="luspo-") as folder:
+            path = Path(folder) / "config.yaml"
+            save_config(self._config, path)
+            client = ControllerClient.start(path, run_dir, on_progress=self._on_progress)
+        self.client = client
+        if state.get("controller") is not None:
+            client.load_state(state["controller"])
+        return client
 
     def __enter__(self) -> Desk:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self.client is not None:
             self.client.close()
-        if self._progress is not None:
+        if self._sinks is not None:
             self._sinks.close()
+        if self._progress is not None:
             self._progress.close()
 
     # ------------------------------------------------------------------ phases
@@ -118,7 +141,7 @@ class Desk:
         config = self._config
         if not config.data.eval_prompts:
             return
-        if self.client is not None and self._progress is not None:
+        if self.client is not None and self._progress is not None and self._sinks is not None:
             with self.phase("eval"):
                 result = self.client.evaluate(config.eval.samples, config.eval.temperature,
                                               config.eval.greedy and full, 0 if full else config.eval.interim_size,
@@ -140,7 +163,7 @@ class Desk:
     # ------------------------------------------------------------------ what a person sees
     def report(self, step: int, groups: Sequence[Group], make_metrics: Callable[[], dict[str, Any]]) -> None:
         """The row of a step."""
-        if self._progress is None:
+        if self._progress is None or self._sinks is None:
             return
         metrics = make_metrics() | self._progress.take_seconds()
         metrics["seconds/step"] = time.monotonic() - self._step_began
@@ -152,14 +175,15 @@ class Desk:
         if every and (step % every == 0 or step == 1):
             samples = [groups[i * len(groups) // SAMPLES_SHOWN] for i in range(min(SAMPLES_SHOWN, len(groups)))]
             rows = [{"prompt": g.prompt.text, "response": g.samples[0].response_text, "reward": g.samples[0].reward,
-                     "length": len(g.samples[0].response_ids), "correct": g.samples[0].correct} for g in samples]
+                     "length": len(g.samples[0].response_ids), "correct": g.samples[0].correct,
+                     "group_id": g.group_id, "weight_version": g.samples[0].weight_version_start} for g in samples]
             self._sinks.write_samples(step, rows)
             if self._progress.live:
                 self._progress.sample_table(rows)
 
     def saved(self, step: int, path: Path) -> None:
         self._saved = path
-        if self._progress is not None:
+        if self._progress is not None and self._sinks is not None:
             self._sinks.write(step, self._progress.take_seconds())
             self._progress.message(f"saved {path}")
 
@@ -180,7 +204,7 @@ class Desk:
             checkpoint=str(self._saved) if self._saved else None, export=str(export) if export else None,
             prompts=config.data.eval_prompts or None, report=str(run_dir / "report.html"),
             metrics=str(run_dir / "metrics.jsonl"),
-            resume_command=None if finished else f"luspo train --config {run_dir / 'config.yaml'}",
+            resume_command=None if finished else resume_command("train", run_dir),
             warnings=self._progress.warnings)
         write_summary(run_dir, summary)
         write_report(run_dir)

@@ -7,27 +7,41 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from luspo_megatron import run
 from luspo_megatron.config import Config, EvalCommandConfig, RunConfig
 from luspo_megatron.config_io import save_config
 
-
-def main(config: EvalCommandConfig) -> int:
+if TYPE_CHECKING:
     from luspo_megatron.rollout.client import ControllerClient
 
+
+def main(config: EvalCommandConfig) -> int:
+    from luspo_megatron.preflight import check_eval
+    from luspo_megatron.rollout.client import ControllerClient
+
+    checkpoint = run.find_checkpoint(config.checkpoint) if config.checkpoint else None
+    if checkpoint is not None and not config.model.hf:
+        trained_from = run.model_of(checkpoint)
+        model = replace(trained_from, tokenizer=config.model.tokenizer or trained_from.tokenizer)
+        config = replace(config, model=model)
+    check_eval(config)
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "config.yaml"
-    save_config(Config(run=RunConfig(dir=config.out, seed=config.seed), model=config.model, data=config.data,
-                       rollout=config.rollout, reward=config.reward, eval=config.eval,
-                       weight_sync=config.weight_sync), path)
     with contextlib.ExitStack() as stack:
-        client = stack.enter_context(ControllerClient.start(path, out))
-        if config.checkpoint:
-            _push(config, client, stack)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="luspo-")))
+        settings = Config(run=RunConfig(dir=config.out, seed=config.seed), model=config.model, data=config.data,
+                          rollout=config.rollout, reward=config.reward, eval=config.eval,
+                          weight_sync=config.weight_sync)
+        save_config(settings, folder / "config.yaml")
+        client = stack.enter_context(ControllerClient.start(folder / "config.yaml", out))
+        if checkpoint is not None:
+            _push(config, checkpoint, client, stack)
         result = client.evaluate(config.eval.samples, config.eval.temperature, config.eval.greedy, 0, config.seed)
+    run.save_settings(config, out)
     (out / "eval.json").write_text(json.dumps(result, indent=1) + "\n")
     for name, value in result.items():
         print(f"{name:20} {value:.4f}")
@@ -35,11 +49,11 @@ def main(config: EvalCommandConfig) -> int:
     return 0
 
 
-def _push(config: EvalCommandConfig, client: object, stack: contextlib.ExitStack) -> None:
+def _push(config: EvalCommandConfig, checkpoint: Path, client: ControllerClient, stack: contextlib.ExitStack) -> None:
     from luspo_megatron.weights.sync import WeightSync
 
-    actor, model = run.lone_actor(run.find_checkpoint(config.checkpoint))
+    actor, _ = run.lone_actor(checkpoint)
     sync = WeightSync(actor.gpt, actor.table, actor.ranks, config.weight_sync, dtype=config.model.dtype,
-                      device=actor.device, engines=client)  # type: ignore[arg-type]
+                      device=actor.device, engines=client)
     stack.enter_context(contextlib.closing(sync))
     sync.push(1)

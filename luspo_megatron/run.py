@@ -1,12 +1,14 @@
 """What the commands that train share: one rank's resources, opened in order and closed in reverse.
 
-`start` runs a command on all ranks: in place under torchrun, srun or the local launcher, else through the launcher.
+`start` runs a command on all ranks: in place under torchrun or srun, else through the local launcher.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,32 +18,64 @@ from luspo_megatron.config_checks import model_facts, resolve_layout
 from luspo_megatron.config_io import load_config, save_config
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.launch import local, stop
+from luspo_megatron.report.records import set_aside
 
 
-def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable[[Any], None]) -> int:
-    """Runs `run(config)` on every rank; returns the exit code of the command."""
-    Path(run_dir).mkdir(parents=True, exist_ok=True)
+def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable[[Any], None],
+          check: Callable[[Any], None]) -> int:
+    """Runs `run(config)` on every rank; returns the exit code of the command.
+
+    `check(config)` comes first, in this process: whatever it refuses leaves the run folder as it is. The ranks read
+    the configuration from a file outside the run folder; they save it there when they have found it good.
+    """
     if local.under_launcher():
         return guarded(run, config)
-    path = Path(run_dir) / "config.yaml"
-    save_config(config, path)
-    return local.launch(module, str(path), world_size, run_dir)
+    check(config)
+    with tempfile.TemporaryDirectory(prefix="luspo-") as folder:
+        path = Path(folder) / "config.yaml"
+        save_config(config, path)
+        return local.launch(module, str(path), world_size, run_dir)
 
 
 def rank_main(config_class: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> int:
     """Entry of one rank started by the local launcher: `--config FILE`."""
-    return guarded(run, load_config(config_class, sys.argv[1:] if argv is None else argv))
+    code = guarded(run, load_config(config_class, sys.argv[1:] if argv is None else argv), every_rank=True)
+    if code:
+        # At once: a slow end of the interpreter closes sockets first, and the launcher would see others fail before us.
+        sys.stdout.flush()
+        os._exit(code)
+    return 0
 
 
-def guarded(run: Callable[[Any], None], config: Any) -> int:
-    """A person's mistake or a lost engine is one message (of rank 0) and an exit code; our own errors propagate."""
+def guarded(run: Callable[[Any], None], config: Any, *, every_rank: bool = False) -> int:
+    """A person's mistake or a lost engine is one message and an exit code; our own errors propagate.
+
+    Rank 0 gives the message; with `every_rank` the others too (into their logs, under the local launcher).
+    """
     try:
         run(config)
     except (UserError, RunError) as error:
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        if every_rank or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print(f"luspo: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     return 0
+
+
+def save_settings(config: Any, run_dir: str | Path) -> Path:
+    """<run_dir>/config.yaml, for the resume command. Another configuration that was there is kept as config.yaml.N."""
+    path = Path(run_dir) / "config.yaml"
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".yaml.new")
+    save_config(config, new)
+    if path.is_file() and path.read_bytes() != new.read_bytes():
+        set_aside(path)
+    os.replace(new, path)
+    return path
+
+
+def resume_command(command: str, run_dir: str | Path) -> str:
+    """What a person types to go on."""
+    return f"luspo {command} --config {shlex.quote(str(Path(run_dir) / 'config.yaml'))}"
 
 
 def quiet_libraries() -> None:
@@ -51,7 +85,7 @@ def quiet_libraries() -> None:
 
     for module in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
-    for name in ("megatron", "torch.distributed"):
+    for name in ("megatron", "torch.distributed", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -68,18 +102,14 @@ def join_ranks(model: ModelConfig, parallel: ParallelConfig, seed: int) -> Any:
 def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig,
                 batch: BatchConfig, *, temperature: float = 1.0, trainable: bool = True,
                 weights: str | None = None) -> Any:
-    """The actor with the weights of `weights` (a Hugging Face folder; empty: left as built; None: model.megatron, else
-    model.hf)."""
-    from luspo_megatron.actor import checkpoint
+    """The actor with the weights of `weights` (default: model.hf; empty: left as built)."""
     from luspo_megatron.actor.actor import Actor
     from luspo_megatron.weights.architecture import read_architecture
 
     actor = Actor(read_architecture(model.hf), ranks, model=model, parallel=parallel, optimizer=optimizer, batch=batch,
                   temperature=temperature, trainable=trainable)
     folder = model.hf if weights is None else weights
-    if weights is None and model.megatron:
-        checkpoint.load_weights(actor, model.megatron)
-    elif folder:
+    if folder:
         actor.load_hf(folder)
     return actor
 
@@ -93,11 +123,22 @@ def lone_actor(checkpoint: Path) -> tuple[Any, ModelConfig]:
     from luspo_megatron.parallel import ParallelLayout
 
     quiet_libraries()
-    model = ModelConfig(**checkpoints.read_state(checkpoint)["model"])
+    model = model_of(checkpoint)
     ranks = join(ParallelLayout(), seed=0, store=dist.HashStore(), rank=0)
     actor = build_actor(ranks, model, ParallelConfig(), OptimizerConfig(), BatchConfig(), trainable=False, weights="")
     checkpoints.load(actor, checkpoint, with_optimizer=False)
     return actor, model
+
+
+def model_of(checkpoint: Path) -> ModelConfig:
+    """What a checkpoint was trained from; its Hugging Face folder must still be there (config and tokenizer)."""
+    from luspo_megatron.actor.checkpoint import read_state
+
+    model = ModelConfig(**read_state(checkpoint)["model"])
+    if not (Path(model.hf) / "config.json").is_file():
+        raise UserError(f"{checkpoint}: the model that it was trained from, {model.hf}, is not there (no config.json); "
+                        "put it back, or run the command where this path is right")
+    return model
 
 
 def stop_agreed(ranks: Any) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,9 @@ LINES = 10  # progress lines over a whole run
 
 
 def main(config: SftConfig) -> int:
-    return run.start("luspo_megatron.sft", config, config.run.dir, config.parallel.world_size, sft)
+    from luspo_megatron.preflight import check_sft
+
+    return run.start("luspo_megatron.sft", config, config.run.dir, config.parallel.world_size, sft, check_sft)
 
 
 def sft(config: SftConfig) -> None:
@@ -48,6 +49,8 @@ def sft(config: SftConfig) -> None:
         state |= checkpoint.load(actor, found)
     first, steps = state["step"], config.run.steps
     shown = ranks.rank == 0
+    if shown:
+        run.save_settings(config, config.run.dir)
     progress = Progress(max(0, steps - first), run_dir=config.run.dir) if shown else None
     sinks = MetricSinks(config.run.dir, config.run.tensorboard, first if found else None) if shown else None
     if progress is not None:
@@ -85,7 +88,8 @@ def sft(config: SftConfig) -> None:
                 progress.message(f"saved {saved}")
         if stopping and step < steps:
             if progress is not None:
-                progress.message(f"stopped after step {step}; to go on: luspo sft --config {config.run.dir}/config.yaml")
+                command = run.resume_command("sft", config.run.dir)
+                progress.message(f"stopped after step {step}; to go on: {command}")
             break
     else:
         if config.checkpoint.export_at_end:

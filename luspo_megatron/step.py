@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from luspo_megatron.actor.actor import TrainResult
-from luspo_megatron.actor.groups import Ranks
 from luspo_megatron.algorithm.statistics import reduce_statistics, step_statistics
 from luspo_megatron.data.collate import unpack
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.types import MiniBatch, Sample
 
 

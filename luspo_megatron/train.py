@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from luspo_megatron import run
-from luspo_megatron.config import Config
+from luspo_megatron.config import Config, SftConfig
 from luspo_megatron.launch.stop import install as install_stop
 from luspo_megatron.types import Group
 
 
 def main(config: Config) -> int:
-    return run.start("luspo_megatron.train", config, config.run.dir, config.parallel.world_size, train)
+    from luspo_megatron.preflight import check_train
+
+    return run.start("luspo_megatron.train", config, config.run.dir, config.parallel.world_size, train, check_train)
 
 
 def train(config: Config) -> None:
@@ -117,7 +119,7 @@ def reference_policy(config: Config, ranks: Any) -> Any:
         return None
     return run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
                            temperature=config.rollout.temperature, trainable=False,
-                           weights=config.model.ref_hf or None)
+                           weights=config.model.ref_hf or config.model.hf)
 
 
 def weight_sync(config: Config, actor: Any, desk: Any) -> Any:
@@ -133,16 +135,20 @@ def front_desk(config: Config, ranks: Any, state: dict[str, Any], resumed: bool,
     return Desk(config, ranks, state, resumed=resumed, began=began)
 
 
-def export_policy(config: Config, actor: Any, ranks: Any) -> Path:
-    """<run>/export, anew."""
+def export_policy(config: Config | SftConfig, actor: Any, ranks: Any) -> Path:
+    """<run>/export, anew; an earlier one stays until the new one is complete."""
     import shutil
 
     from luspo_megatron.weights.export import export_hf
 
     out = Path(config.run.dir) / "export"
+    new = out.with_name("export.new")
+    if ranks.rank == 0:
+        shutil.rmtree(new, ignore_errors=True)
+    export_hf(actor.gpt, actor.table, ranks, source_folder=config.model.hf, out=new, dtype=config.model.dtype)
     if ranks.rank == 0:
         shutil.rmtree(out, ignore_errors=True)
-    export_hf(actor.gpt, actor.table, ranks, source_folder=config.model.hf, out=out, dtype=config.model.dtype)
+        new.rename(out)
     return out
 
 

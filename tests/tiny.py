@@ -18,7 +18,8 @@ def config_of(kind: str, *, tied: bool = False, layers: int = 4) -> Any:
     common: dict[str, Any] = {
         "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "max_position_embeddings": 256,
-        "tie_word_embeddings": tied, "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "tie_word_embeddings": tied, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         "attn_implementation": "sdpa", "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
     }
     if kind == "dense":

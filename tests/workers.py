@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 _POOLS: dict[int, WorkerPool] = {}
+RUNS_PER_POOL = 6
 
 
 def _serve(rank: int, size: int, store_path: str, connection: Any) -> None:
@@ -51,7 +52,7 @@ def _serve(rank: int, size: int, store_path: str, connection: Any) -> None:
 class WorkerPool:
     def __init__(self, size: int) -> None:
         context = mp.get_context("spawn")
-        self.size = size
+        self.size, self.runs = size, 0
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         self._connections, self._processes = [], []
@@ -65,6 +66,7 @@ class WorkerPool:
         self._receive(180)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240, **kwargs: Any) -> list[Any]:
+        self.runs += 1
         for connection in self._connections:
             connection.send((function, args, kwargs))
         return self._receive(timeout)
@@ -99,6 +101,9 @@ class WorkerPool:
 
 
 def pool(size: int) -> WorkerPool:
+    # megatron's DDP holds itself through autograd hooks, and with it dozens of process groups and their threads
+    if size in _POOLS and _POOLS[size].runs >= RUNS_PER_POOL:
+        _POOLS[size].close()
     if size not in _POOLS:
         _POOLS[size] = WorkerPool(size)
     return _POOLS[size]

@@ -1,7 +1,7 @@
 """The actor: forward passes and optimizer steps of the policy on Megatron shards.
 
-Every rank calls every method with the same mini-batch plan (its own data-parallel share of the data). Results that exist
-on the last pipeline stage only are None elsewhere.
+Every rank calls every method with the same mini-batch plan (its own data-parallel share of the data). Results that
+exist on the last pipeline stage only are None elsewhere.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from luspo_megatron.actor.groups import Ranks
 from luspo_megatron.actor.loss_stage import HeadRequest, Objective, head, schedule_loss
 from luspo_megatron.actor.model import build_model
 from luspo_megatron.actor.optimizer import build_optimizer, set_rates, wrap_ddp
 from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from luspo_megatron.platform import platform
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.types import MicroBatch, MiniBatch
 from luspo_megatron.weights.architecture import Architecture
 from luspo_megatron.weights.load import load_hf

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,38 +11,7 @@ import torch.distributed as dist
 
 from luspo_megatron.parallel import ParallelLayout
 from luspo_megatron.platform import platform
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process in the grid. `control` is a gloo group over the world with a long time-out.
-
-    No rank may wait for a rollout inside an NCCL collective: its watchdog would abort the job.
-    """
-
-    layout: ParallelLayout
-    rank: int
-    control: Any
-
-    @property
-    def dp_rank(self) -> int:
-        return self.layout.dense_coordinate(self.rank)["dp"]
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.layout.dense_coordinate(self.rank)["pp"] == self.layout.pp - 1
-
-    def gather(self, value: Any) -> list[Any] | None:
-        """Any picklable object of every rank, in rank order on rank 0, None elsewhere; over the control plane."""
-        box: list[Any] | None = [None] * self.layout.world_size if self.rank == 0 else None
-        dist.gather_object(value, box, dst=0, group=self.control)
-        return box
-
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Any picklable object from `source` to all ranks, over the control plane."""
-        box = [value]
-        dist.broadcast_object_list(box, src=source, group=self.control)
-        return box[0]
+from luspo_megatron.ranks import Ranks
 
 
 def join(layout: ParallelLayout, *, seed: int, timeout_minutes: float = 120.0, store: dist.Store | None = None,
@@ -66,7 +34,8 @@ def join(layout: ParallelLayout, *, seed: int, timeout_minutes: float = 120.0, s
         distributed_timeout_minutes=int(timeout_minutes))
     model_parallel_cuda_manual_seed(seed)
     control = dist.group.WORLD if here.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(layout, dist.get_rank(), control)
+    return Ranks(layout, dist.get_rank(), control, parallel_state.get_tensor_model_parallel_group(),
+                 parallel_state.get_expert_tensor_parallel_group())
 
 
 def leave() -> None:
@@ -74,7 +43,13 @@ def leave() -> None:
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
+    groups = {id(group): group for group in parallel_state._global_process_group_list or [] if group is not None}
+    known = dist.distributed_c10d._world.pg_map  # without groups that are gone already, or never were of this rank
     parallel_state.destroy_model_parallel()
+    # megatron only forgets its groups; each would keep its gloo threads (dozens of groups per layout)
+    for group in groups.values():
+        if group in known and group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
     destroy_rerun_state_machine()
 
 

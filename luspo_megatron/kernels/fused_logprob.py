@@ -46,8 +46,8 @@ class HeadOptions:
         return 0 if self.group is None else dist.get_rank(self.group)
 
 
-def token_logprobs(hidden: Float[Tensor, "Ts h"], weight: Float[Tensor, "Vt h"], targets: Int[Tensor, "T"],
-                   rows: Bool[Tensor, "T"], options: HeadOptions) -> tuple[Float[Tensor, "R"], Float[Tensor, "R"]]:
+def token_logprobs(hidden: Float[Tensor, "Ts h"], weight: Float[Tensor, "Vt h"], targets: Int[Tensor, " T"],
+                   rows: Bool[Tensor, " T"], options: HeadOptions) -> tuple[Float[Tensor, " R"], Float[Tensor, " R"]]:
     """Log-prob of the target and entropy at the R rows where `rows` is True, the same on every tensor-parallel rank.
 
     Ts = T / tp under sequence parallelism, else T; Vt = padded vocabulary / tp. Gradients: hidden (summed over the

@@ -30,6 +30,7 @@ EXIT_STOPPED = 128 + signal.SIGINT
 POLL = 0.05  # seconds
 KILL_AFTER = 5.0  # seconds between SIGTERM and SIGKILL
 FAILURE_GRACE = 1.0  # seconds that the other ranks get to fail by themselves, with their own message
+TELLING_GRACE = 30.0  # seconds that rank 0 gets to complain of bad input that another rank has met first
 DEBOUNCE = 0.5  # seconds within which a second signal is the same Ctrl-C, forwarded by a wrapper
 LOG_LINES = 20
 
@@ -212,8 +213,10 @@ def _watch(ranks: Sequence[_Rank], signals: _Signals) -> int:
 
 def _failure(first: _Rank, ranks: Sequence[_Rank]) -> int:
     """Say which rank failed and show the end of its log; nothing where rank 0 has explained bad input already."""
-    until = time.monotonic() + FAILURE_GRACE
-    while time.monotonic() < until and any(rank.poll() is None for rank in ranks):
+    bad_input = first.code == UserError.exit_code
+    awaited = ranks[:1] if bad_input else ranks
+    until = time.monotonic() + (TELLING_GRACE if bad_input else FAILURE_GRACE)
+    while time.monotonic() < until and any(rank.poll() is None for rank in awaited):
         time.sleep(POLL)
     code = first.code or 1
     told = ranks[0].code == code == UserError.exit_code  # every rank makes the same complaint

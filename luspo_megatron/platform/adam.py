@@ -1,8 +1,8 @@
 """AdamW with the state layout of the fused kernels (`exp_avg`, `exp_avg_sq`, step in the param group).
 
-megatron-core's distributed optimizer can save and load reshardable checkpoints only for that layout; torch's AdamW keeps
-a step tensor per parameter and cannot be loaded after resharding. Used where neither Transformer Engine's nor NVIDIA
-Apex's FusedAdam is installed.
+megatron-core's distributed optimizer can save and load reshardable checkpoints only for that layout; torch's AdamW
+keeps a step tensor per parameter and cannot be loaded after resharding. Used where neither Transformer Engine's nor
+NVIDIA Apex's FusedAdam is installed.
 """
 
 from __future__ import annotations

@@ -198,7 +198,8 @@ def _uneven_collectives() -> None:
                 output.copy_(total)
         return None
 
-    dist.all_gather, dist.reduce_scatter = uneven_all_gather, uneven_reduce_scatter
+    patched: Any = dist
+    patched.all_gather, patched.reduce_scatter = uneven_all_gather, uneven_reduce_scatter
 
 
 def _patch_megatron() -> None:

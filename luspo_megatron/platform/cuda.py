@@ -28,8 +28,9 @@ class CudaPlatform:
             import transformer_engine.pytorch  # noqa: F401
         except (ImportError, RuntimeError, OSError) as error:  # the empty meta package raises RuntimeError
             if choice == "on":
-                raise UserError(f"model.transformer_engine=on: Transformer Engine cannot be imported ({error}); install "
-                                "transformer-engine[pytorch] with its CUDA half, or set it to auto or off") from error
+                raise UserError(f"model.transformer_engine=on: Transformer Engine cannot be imported ({error}); "
+                                "install transformer-engine[pytorch] with its CUDA half, or set it to auto or "
+                                "off") from error
             return False
         return True
 

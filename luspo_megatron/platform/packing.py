@@ -42,7 +42,8 @@ def pack_params(cu_seqlens: np.ndarray, device: torch.device) -> Packing:
 
     cu = torch.from_numpy(cu_seqlens.astype(np.int32)).to(device)
     return Packing(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest,
-                   lengths=lengths.tolist(), positions=tensor(positions), rectangle=tensor(rectangle), flat=tensor(flat))
+                   lengths=lengths.tolist(), positions=tensor(positions), rectangle=tensor(rectangle),
+                    flat=tensor(flat))
 
 
 class PackedRotaryEmbedding(RotaryEmbedding):
@@ -58,6 +59,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         return super().get_rotary_seq_len(inference_context, transformer, transformer_input, transformer_config,
                                           packed_seq_params, **kwargs)
 
-    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> torch.Tensor:
+    def forward(self, max_seq_len: int, offset: int = 0, packed_seq: bool = False,
+                cp_group: Any = None) -> torch.Tensor:
         freqs = super().forward(max_seq_len, offset, packed_seq=packed_seq, cp_group=cp_group)
         return freqs[self._packing.positions]

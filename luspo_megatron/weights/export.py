@@ -1,4 +1,4 @@
-"""The actor's shards -> a Hugging Face folder: sharded safetensors with an index, config and tokenizer carried along."""
+"""The actor's shards -> a Hugging Face folder: sharded safetensors with an index; config and tokenizer are copied."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from luspo_megatron.actor.groups import Ranks
 from luspo_megatron.errors import UserError
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.weights.gather import ShardGatherer
 from luspo_megatron.weights.plan import plan_sync
 from luspo_megatron.weights.table import WeightTable
@@ -25,18 +25,21 @@ CARRIED = ("config.json", "generation_config.json", "tokenizer*", "vocab*", "mer
 
 def export_hf(gpt: Any, table: WeightTable, ranks: Ranks, *, source_folder: str | Path, out: str | Path, dtype: str,
               shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes to `out` (created anew, complete or absent). Each source rank writes the tensors that it gathers."""
+    """Writes to `out`, which must not be there or be empty, and is complete or as it was.
+
+    Each source rank writes the tensors that it gathers.
+    """
     out = Path(out)
     partial = out.with_name(out.name + ".partial")
     if ranks.rank == 0:
-        if out.exists():
-            raise UserError(f"{out}: already exists; choose another folder or remove it")
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise UserError(f"{out}: is there already and not an empty folder; choose another one or remove it")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     ranks.broadcast(None)
     element = getattr(torch, dtype)
     plan = plan_sync(table, ranks.layout, dtype, shard_bytes)
-    gatherer = ShardGatherer(gpt, table, ranks.layout, ranks.rank)
+    gatherer = ShardGatherer(gpt, table, ranks)
     numbers = {id(unit): i for i, unit in enumerate(plan.units)}
     weight_map: dict[str, str] = {}
     for unit, tensors in gatherer.walk(plan, element):

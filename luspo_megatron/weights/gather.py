@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from luspo_megatron.parallel import ParallelLayout
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.weights.load import local_parameters
 from luspo_megatron.weights.plan import SyncPlan, Unit
 from luspo_megatron.weights.table import WeightTable
@@ -18,14 +18,10 @@ from luspo_megatron.weights.table import WeightTable
 class ShardGatherer:
     """Walks a plan on one rank. Every rank must walk the same plan at the same time."""
 
-    def __init__(self, gpt: Any, table: WeightTable, layout: ParallelLayout, rank: int) -> None:
-        from megatron.core import parallel_state
-
-        self.rank = rank
-        self._shards = {entry.megatron: parameter.data
-                        for entry, parameter in local_parameters(gpt, table, layout, rank) if not entry.row.load_only}
-        self._tp_group = parallel_state.get_tensor_model_parallel_group()
-        self._etp_group = parallel_state.get_expert_tensor_parallel_group()
+    def __init__(self, gpt: Any, table: WeightTable, ranks: Ranks) -> None:
+        self.rank, self._ranks = ranks.rank, ranks
+        own = local_parameters(gpt, table, ranks.layout, ranks.rank)
+        self._shards = {entry.megatron: parameter.data for entry, parameter in own if not entry.row.load_only}
 
     def walk(self, plan: SyncPlan, dtype: torch.dtype) -> Iterator[tuple[Unit, dict[str, Tensor] | None]]:
         """Each unit this rank has part in; its tensors by Hugging Face name on the source, None on other members."""
@@ -40,7 +36,8 @@ class ShardGatherer:
             own = torch.cat([parts[e.megatron][0].reshape(-1) for e in unit.gathered])
             is_source = self.rank == unit.source
             every = [torch.empty_like(own) for _ in unit.members] if is_source else None
-            dist.gather(own, every, dst=unit.source, group=self._etp_group if unit.is_expert else self._tp_group)
+            group = self._ranks.etp_group if unit.is_expert else self._ranks.tp_group
+            dist.gather(own, every, dst=unit.source, group=group)
             if every is None:
                 return None
             sizes = [parts[e.megatron][0].numel() for e in unit.gathered]

@@ -24,7 +24,7 @@ class HfCheckpoint:
         index = self.folder / "model.safetensors.index.json"
         files = sorted(self.folder.glob("*.safetensors"))
         if index.is_file():
-            named = set(json.loads(index.read_text())["weight_map"].values())
+            named = self._files_of(index)
             missing = sorted(name for name in named if not (self.folder / name).is_file())
             if missing:
                 raise UserError(f"{self.folder}: files named by the index are missing: {', '.join(missing[:5])}")
@@ -38,6 +38,17 @@ class HfCheckpoint:
             except (SafetensorError, OSError) as error:
                 raise UserError(f"{file}: cannot be read as safetensors ({error}); copy the file again") from error
             self._handles.update(dict.fromkeys(handle.keys(), handle))
+
+    @staticmethod
+    def _files_of(index: Path) -> set[str]:
+        try:
+            content = json.loads(index.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{index}: is not valid JSON ({error}); copy the file again") from None
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise UserError(f"{index}: has no weight_map of file names; copy the file again")
+        return set(weight_map.values())
 
     @property
     def names(self) -> set[str]:
@@ -66,9 +77,7 @@ class HfCheckpoint:
 
 def local_parameters(gpt: Any, table: WeightTable, layout: ParallelLayout, rank: int) -> Iterator[tuple[Entry, Tensor]]:
     """(global entry, local shard) of every parameter of the unwrapped GPTModel of this rank."""
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    layer_offset = get_transformer_layer_offset(gpt.config)
+    layer_offset = layout.dense_coordinate(rank)["pp"] * (table.arch.num_layers // layout.pp)
     local_experts = table.arch.num_experts // layout.ep
     expert_offset = layout.expert_coordinate(rank)["ep"] * local_experts
     for name, parameter in gpt.named_parameters():

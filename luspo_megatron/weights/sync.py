@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from luspo_megatron.actor.groups import Ranks
 from luspo_megatron.config import WeightSyncConfig
+from luspo_megatron.ranks import Ranks
 from luspo_megatron.weights.gather import ShardGatherer, fill_bucket
 from luspo_megatron.weights.plan import plan_sync
 from luspo_megatron.weights.table import WeightTable
@@ -41,7 +41,7 @@ class WeightSync:
         self._ranks, self._settings, self._engines = ranks, settings, engines
         self._dtype, self._device, self._timeout = getattr(torch, dtype), device, timeout
         self.plan = plan_sync(table, ranks.layout, dtype, settings.bucket_bytes)
-        self._gatherer = ShardGatherer(gpt, table, ranks.layout, ranks.rank)
+        self._gatherer = ShardGatherer(gpt, table, ranks)
         self._largest = max((b.nbytes for u in self.plan.units if u.source == ranks.rank for b in u.buckets), default=0)
         self._sender: ProcessGroupSender | None = None
         self._store: Any = None

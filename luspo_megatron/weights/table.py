@@ -16,7 +16,6 @@ from luspo_megatron.weights.architecture import Architecture
 from luspo_megatron.weights.layouts import FusedQKV, GateUp, Layout, Replicated, Shape, Sharded, Vocab
 
 
-
 @dataclass(frozen=True)
 class Row:
     """One tensor kind. Names may hold {layer} and {expert}; `aliases` are other Megatron names of the same thing."""
@@ -76,7 +75,8 @@ def qwen3_rows(arch: Architecture) -> list[Row]:
             ((arch.head_dim,),)),
         Row(layer + "self_attention.k_layernorm.weight", (hf_layer + "self_attn.k_norm.weight",), Replicated(),
             ((arch.head_dim,),)),
-        Row(layer + "self_attention.linear_proj.weight", (hf_layer + "self_attn.o_proj.weight",), Sharded(1), ((h, q),)),
+        Row(layer + "self_attention.linear_proj.weight", (hf_layer + "self_attn.o_proj.weight",), Sharded(1),
+            ((h, q),)),
         Row(layer + "pre_mlp_layernorm.weight", (hf_layer + "post_attention_layernorm.weight",), Replicated(), ((h,),),
             aliases=(layer + "mlp.linear_fc1.layer_norm_weight",)),
     ]
@@ -84,8 +84,9 @@ def qwen3_rows(arch: Architecture) -> list[Row]:
         expert = hf_layer + "mlp.experts.{expert}."
         rows += [
             Row(layer + "mlp.router.weight", (hf_layer + "mlp.gate.weight",), Replicated(), ((arch.num_experts, h),)),
-            Row(layer + "mlp.experts.linear_fc1.weight{expert}", (expert + "gate_proj.weight", expert + "up_proj.weight"),
-                GateUp(), ((arch.moe_ffn, h), (arch.moe_ffn, h))),
+            Row(layer + "mlp.experts.linear_fc1.weight{expert}",
+                (expert + "gate_proj.weight", expert + "up_proj.weight"), GateUp(),
+                ((arch.moe_ffn, h), (arch.moe_ffn, h))),
             Row(layer + "mlp.experts.linear_fc2.weight{expert}", (expert + "down_proj.weight",), Sharded(1),
                 ((h, arch.moe_ffn),)),
         ]

@@ -47,7 +47,8 @@ def actor_of(rank: int, case: Case, folder: Any, **model: Any) -> Iterator[Any]:
             read_architecture(folder), ranks, model=ModelConfig(hf=str(folder), recompute=case.recompute, **model),
             parallel=ParallelConfig(sequence_parallel=case.sequence_parallel,
                                     distributed_optimizer=case.distributed_optimizer),
-            optimizer=OPTIMIZER, batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens, logprob_chunk_bytes=65536))
+            optimizer=OPTIMIZER,
+            batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens, logprob_chunk_bytes=65536))
         actor.load_hf(str(folder))
         yield actor
     finally:
@@ -80,7 +81,7 @@ def plan_of(actor: Any, samples: Any, *, prompts_per_mini_batch: int = 1000) -> 
 
 def one_step(rank: int, case: Case, folder: Any, samples: Any, advantages: np.ndarray, old: list[np.ndarray],
              algorithm: AlgorithmConfig, ref: list[np.ndarray] | None = None) -> dict[str, Any]:
-    """Log-probs before, loss statistics, gradients (without the distributed optimizer) and parameters after one step."""
+    """Log-probs before, statistics, gradients (without the distributed optimizer) and parameters after one step."""
     import torch
 
     from luspo_megatron.actor.policy_loss import policy_loss

@@ -129,8 +129,8 @@ def references(models: Any) -> Any:
 
 
 def run(case: Case, folder: Path, reference: Reference) -> list[dict[str, Any]]:
-    return pool(case.world).run(one_step, case, folder, reference.samples, reference.advantages, reference.old, ALGORITHM,
-                                reference.ref)
+    return pool(case.world).run(one_step, case, folder, reference.samples, reference.advantages, reference.old,
+                                ALGORITHM, reference.ref)
 
 
 def close(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> None:

@@ -75,7 +75,9 @@ def test_train_is_dispatched_and_warns(worker, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
     (tmp_path / "config.json").write_text(
-        '{"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 9}'
+        '{"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, '
+        '"intermediate_size": 8, "vocab_size": 9, "rms_norm_eps": 1e-6, "rope_theta": 1e4, '
+        '"max_position_embeddings": 4096}'
     )
     calls = worker("luspo_megatron.train", result=3)
     flags = ["train", "--model.hf", str(tmp_path), "--data.prompts", "reasoning_gym:chain_sum"]

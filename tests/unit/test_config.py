@@ -28,15 +28,21 @@ from luspo_megatron.config_checks import (
 )
 from luspo_megatron.config_io import field_types, load_config, save_config
 from luspo_megatron.errors import UserError
-from luspo_megatron.model_facts import ModelFacts, read_model_facts
+from luspo_megatron.weights.architecture import Architecture, parse_architecture, read_architecture
 
 FLAGS = Path(__file__).with_name("flags.txt")
 COMMANDS = {"train": Config, "sft": SftConfig, "eval": EvalCommandConfig, "export": ExportConfig}
-MOE = ModelFacts(
-    num_layers=4, num_heads=8, num_kv_heads=2, hidden=64, ffn=96, vocab=128, num_experts=8,
-    moe_ffn=48, max_positions=8192,
+MOE = Architecture(
+    family="qwen3_moe", num_layers=4, hidden=64, num_heads=8, num_kv_heads=2, head_dim=24, ffn=96, vocab_size=128,
+    norm_eps=1e-6, rope_theta=1e6, max_positions=8192, tied=False, num_experts=8, top_k=2, moe_ffn=48,
 )  # fmt: skip
-DENSE = dataclasses.replace(MOE, num_experts=0, moe_ffn=0)
+DENSE = dataclasses.replace(MOE, family="qwen3", num_experts=0, top_k=0, moe_ffn=0)
+SIZES = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 24, "intermediate_size": 96, "vocab_size": 128,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "norm_topk_prob": True,
+}  # fmt: skip
 
 
 def write(path: Path, text: str) -> str:
@@ -331,17 +337,12 @@ def good(tmp_path):
     """A configuration without violations, as flags that a test adds to."""
     model = tmp_path / "model"
     model.mkdir()
-    sizes = {
-        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64,
-        "intermediate_size": 96, "vocab_size": 128, "num_experts": 8, "moe_intermediate_size": 48,
-        "max_position_embeddings": 8192,
-    }  # fmt: skip
-    write(model / "config.json", json.dumps(sizes))
+    write(model / "config.json", json.dumps(SIZES))
     prompts = write(tmp_path / "p.jsonl", "{}\n")
     return ["--model.hf", str(model), "--data.prompts", prompts]
 
 
-def violations(flags: list[str], facts: ModelFacts | None = None) -> dict[str, str]:
+def violations(flags: list[str], facts: Architecture | None = None) -> dict[str, str]:
     return {item.flag.removeprefix("--"): item.mend for item in validate(load_config(Config, flags), facts)}
 
 
@@ -499,8 +500,8 @@ def test_eval_and_export(good, tmp_path):
 # --- the model's sizes ----------------------------------------------------------------------------------------------
 
 
-def test_model_facts(good):
-    assert read_model_facts(good[1]) == MOE and MOE.is_moe and not DENSE.is_moe
+def test_the_architecture_of_a_folder(good):
+    assert read_architecture(good[1]) == MOE and MOE.is_moe and not DENSE.is_moe
 
 
 @pytest.mark.parametrize(
@@ -508,8 +509,11 @@ def test_model_facts(good):
     [
         ("{", "is not valid JSON"),
         ("[]", "holds no JSON object"),
-        ("{}", "num_hidden_layers"),
-        ('{"num_hidden_layers": "4"}', "num_hidden_layers (found '4')"),
+        ("{}", "architecture (none) is not supported; supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM"),
+        (json.dumps(SIZES | {"architectures": ["LlamaForCausalLM"]}), "LlamaForCausalLM is not supported"),
+        (json.dumps(SIZES | {"num_hidden_layers": "4", "vocab_size": None}), "num_hidden_layers (found '4'), vocab"),
+        (json.dumps(SIZES | {"hidden_act": "gelu"}), "hidden_act=gelu is not supported"),
+        (json.dumps(SIZES | {"mlp_only_layers": [0]}), "every layer must be MoE"),
     ],
 )
 def test_a_bad_config_json(good, text, says):
@@ -522,8 +526,21 @@ def test_a_folder_without_config_json(good):
     assert violations(good) == {"model.hf": "the folder holds no config.json; name a Hugging Face model folder"}
 
 
-def test_a_model_without_grouped_heads_and_with_mixtral_names(tmp_path):
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "intermediate_size": 16}
-    write(tmp_path / "config.json", json.dumps(sizes | {"vocab_size": 9, "num_local_experts": 4}))
-    facts = read_model_facts(str(tmp_path))
-    assert facts.num_kv_heads == 4 and facts.num_experts == 4 and facts.max_positions == 0
+def test_a_model_without_grouped_heads_and_with_the_newer_name_of_its_experts():
+    left_out = ("num_key_value_heads", "head_dim", "num_experts")
+    sizes = {key: value for key, value in SIZES.items() if key not in left_out}
+    found = parse_architecture(sizes | {"num_local_experts": 4})
+    assert (found.num_kv_heads, found.head_dim, found.num_experts) == (8, 8, 4)
+    dense = parse_architecture(sizes | {"architectures": ["Qwen3ForCausalLM"]})
+    assert not dense.is_moe and (dense.num_experts, dense.top_k, dense.moe_ffn) == (0, 0, 0)
+
+
+def test_the_rope_base_is_read_where_either_version_of_transformers_puts_it_and_never_assumed():
+    without = {key: value for key, value in SIZES.items() if key != "rope_theta"}
+    assert parse_architecture(without | {"rope_theta": 5e5}).rope_theta == 5e5
+    new = without | {"rope_parameters": {"rope_type": "default", "rope_theta": 4e5}}
+    assert parse_architecture(new).rope_theta == 4e5
+    for bad, says in ((without, "no rope base"), (without | {"rope_theta": "1e6"}, "is not a positive number"),
+                      (SIZES | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope type yarn is not supported")):
+        with pytest.raises(UserError, match=says):
+            parse_architecture(bad)

@@ -1,0 +1,1 @@
+"""Whole runs of the command, with real processes."""
