@@ -22,7 +22,7 @@ def check_train(config: Config) -> None:
     data = config.data
     for flag, path in (("data.prompts", data.prompts), ("data.eval_prompts", data.eval_prompts)):
         _first_row(flag, path, {"data.prompt_key": data.prompt_key, "data.answer_key": data.answer_key})
-    check_weights(config.model.hf)
+    check_start(config.model)
     if config.algorithm.kl_coef > 0 and config.model.ref_hf:
         check_reference(config.model)
         check_weights(config.model.ref_hf)
@@ -33,7 +33,7 @@ def check_sft(config: SftConfig) -> None:
     resume_from(config.run.dir, config.run.resume)
     data = config.data
     _first_row("data.path", data.path, {"data.prompt_key": data.prompt_key, "data.response_key": data.response_key})
-    check_weights(config.model.hf)
+    check_start(config.model)
 
 
 def check_eval(config: EvalCommandConfig) -> None:
@@ -42,6 +42,15 @@ def check_eval(config: EvalCommandConfig) -> None:
     _first_row("data.eval_prompts", data.eval_prompts,
                {"data.prompt_key": data.prompt_key, "data.answer_key": data.answer_key})
     check_weights(config.model.hf)
+
+
+def check_start(model: ModelConfig) -> None:
+    """The weights that training starts from. Those of a Megatron checkpoint are checked when they are loaded."""
+    if not model.megatron:
+        check_weights(model.hf)
+    elif not any((Path(model.megatron) / name).is_file() for name in ("dist/.metadata", ".metadata")):
+        raise UserError(f"model.megatron {model.megatron}: not a Megatron checkpoint (no dist/.metadata); give a folder "
+                        "that tools/checkpoint_convert/hf_to_megatron.py wrote, or one like checkpoints/step-000010")
 
 
 def check_weights(folder: str) -> None:
