@@ -45,12 +45,13 @@ def check_eval(config: EvalCommandConfig) -> None:
 
 
 def check_start(model: ModelConfig) -> None:
-    """The weights that training starts from. Those of a Megatron checkpoint are checked when they are loaded."""
-    if not model.megatron:
-        check_weights(model.hf)
-    elif not any((Path(model.megatron) / name).is_file() for name in ("dist/.metadata", ".metadata")):
-        raise UserError(f"model.megatron {model.megatron}: not a Megatron checkpoint (no dist/.metadata); give a folder "
-                        "that tools/checkpoint_convert/hf_to_megatron.py wrote, or one like checkpoints/step-000010")
+    """The weights that engines and the actor start from. A Megatron checkpoint's tensors are checked when loaded."""
+    check_weights(model.hf)
+    names = ("dist/.metadata", ".metadata")
+    if model.megatron and not any((Path(model.megatron) / name).is_file() for name in names):
+        raise UserError(f"model.megatron {model.megatron}: not a Megatron checkpoint (no dist/.metadata); give a "
+                        "folder that tools/checkpoint_convert/hf_to_megatron.py wrote, or one like "
+                        "checkpoints/step-000010")
 
 
 def check_weights(folder: str) -> None:

@@ -19,7 +19,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 TO_MEGATRON_HELP = """\
 worked examples:
-  # Qwen3-30B-A3B for training at TP2 PP2 EP8; then: luspo train --model.hf OUT --model.megatron OUT ...
+  # Qwen3-30B-A3B for training at TP2 PP2 EP8; then: luspo train --model.hf HF --model.megatron OUT ...
   hf_to_megatron.py --hf Qwen3-30B-A3B --out Qwen3-30B-A3B-megatron --tp 2 --pp 2 --ep 8 --workers 8
 
   # the same after the job was killed

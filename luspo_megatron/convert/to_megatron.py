@@ -1,7 +1,7 @@
 """Hugging Face folder -> Megatron (torch_dist) folder.
 
     OUT/dist/            chunks, loadable under every layout; OUT is also a folder for --model.megatron
-    OUT/config.json ...  carried along, so OUT serves as --model.hf for config and tokenizer
+    OUT/config.json ...  carried along, so that OUT can be converted back and exported by itself
     OUT/state.json       so that training's checkpoint reader takes OUT for a checkpoint at step 0
     OUT/conversion.json  the manifest
 
