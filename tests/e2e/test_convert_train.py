@@ -17,15 +17,15 @@ TOOLS = ROOT / "tools/checkpoint_convert"
 def tool(script: str, *arguments: object) -> str:
     """A script run as a person runs it, from any folder and without PYTHONPATH."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(TOOLS / script), *map(str, arguments), "--workers", "2"], cwd="/", env=env,
-                          capture_output=True, text=True, timeout=240)
+    command = [sys.executable, str(TOOLS / script), *map(str, arguments), "--workers", "2"]
+    done = subprocess.run(command, cwd="/", env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_from_a_run_and_into_a_run(project: Project, tmp_path: Path) -> None:
-    """`luspo sft` at TP2 EP2 -> megatron_to_hf equals the run's own export -> hf_to_megatron -> training from it has the
-    losses of training from the Hugging Face folder, bit for bit, while model.hf holds other weights."""
+    """`luspo sft` at TP2 EP2 -> megatron_to_hf equals the run's own export -> hf_to_megatron -> training from it has
+    the losses of training from the Hugging Face folder, bit for bit, while model.hf holds other weights."""
     first = tmp_path / "first"
     luspo(project.sft(first, *LAYOUTS["tp2ep2"], "--run.steps", "3"), tmp_path / "a")
     tool("megatron_to_hf.py", "--megatron", first, "--out", tmp_path / "hf", "--shard-size", "100KB")
