@@ -64,14 +64,22 @@ def _json(path: Path) -> Any:
         raise CheckpointError(f"{path}: not valid JSON ({error}); copy the file again") from error
 
 
-def carry(source: Path, out: Path, dtype: str | None) -> list[str]:
-    """Copies the files; where the weights change to `dtype`, config.json says so. Returns the names."""
+def stated_dtypes(folder: Path) -> dict[str, str]:
+    """What config.json says of the weights' dtype, by key (transformers 5: dtype, 4: torch_dtype)."""
+    config = _json(folder / "config.json")
+    return {key: config[key] for key in ("dtype", "torch_dtype") if config.get(key) is not None}
+
+
+def carry(source: Path, out: Path, dtype: str, *, must_say: bool) -> list[str]:
+    """Copies the files, and returns their names. The config.json of the copy states the `dtype` that the weights have:
+    wherever the original states one, and with `must_say` in any case."""
     names = []
     for file in carried_files(source):
         shutil.copyfile(file, out / file.name)
         names.append(file.name)
-    config = _json(out / "config.json")
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    if dtype is not None and any(config.get(key) != dtype for key in keys):
-        (out / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype), indent=2) + "\n")
+    stated = stated_dtypes(out)
+    keys = list(stated) or (["dtype"] if must_say else [])
+    if any(stated.get(key) != dtype for key in keys):
+        config = _json(out / "config.json") | dict.fromkeys(keys, dtype)
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return names

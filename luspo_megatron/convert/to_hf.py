@@ -112,7 +112,7 @@ def convert(megatron: str | Path, out: str | Path, *, hf_config: str | Path | No
             context = _Context(source.source, source.pieces, dtypes, shards, space.out)
             hashes = require_once(source.pieces, _convert(context, space, summary, workers, quiet))
         _write_index(space.out, context)
-        carried = carry(source.config_folder, space.out, main_dtype(dtypes, source.pieces))
+        carried = carry(source.config_folder, space.out, main_dtype(dtypes, source.pieces), must_say=dtype is not None)
         with summary.phase("verify"):
             check_written(HfSource(space.out, source.table), source.pieces, hashes, space.partial, workers, "verify",
                           quiet)

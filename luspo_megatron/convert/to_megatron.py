@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from luspo_megatron.convert import dist_files
-from luspo_megatron.convert.carry import carry, check_companions
+from luspo_megatron.convert.carry import carry, check_companions, stated_dtypes
 from luspo_megatron.convert.dist_files import ChunkFile
 from luspo_megatron.convert.manifest import write_manifest
 from luspo_megatron.convert.pieces import PieceMap
@@ -119,6 +119,10 @@ def convert(hf: str | Path, out: str | Path, layout: Layout, *, dtype: str | Non
         summary.warnings = check_companions(source.config_folder, source.arch)
         pieces = PieceMap(source.table, padded_vocab(source.arch.vocab_size, layout.tp))
         dtypes = target_dtypes(source.source, pieces, dtype)
+        main = main_dtype(dtypes, pieces)
+        summary.warnings += [f"{source.config_folder}/config.json says {key}={said}, the weights are {main}; the "
+                             f"result will say {main}" for key, said in stated_dtypes(source.config_folder).items()
+                             if dtype is None and said != main]
         files = plan_files(pieces, layout, max(d.itemsize for d in dtypes.values()))
     plan = {"source": str(source.path.absolute()), "files": source_files(source.path), "dtype": dtype,
             "layout": dataclasses.asdict(layout)}
@@ -131,8 +135,7 @@ def convert(hf: str | Path, out: str | Path, layout: Layout, *, dtype: str | Non
         by_key = {pieces.key(entry.row): dtypes[number] for number, entry in enumerate(pieces.entries)}
         dist_files.write_metadata(dist, pieces.global_shapes(), by_key,
                                   {name: part["chunks"] for name, part in parts.items()})
-        main = main_dtype(dtypes, pieces)
-        carried = carry(source.config_folder, space.out, main if dtype else None)
+        carried = carry(source.config_folder, space.out, main, must_say=dtype is not None)
         with summary.phase("verify"):
             check_written(MegatronSource(dist, source.table), pieces, hashes, space.partial, workers, "verify", quiet)
         write_manifest(space.out, "megatron", pieces, dtypes, hashes, carried, dataclasses.asdict(layout))

@@ -27,6 +27,7 @@ SAVED = Layout(tp=2, pp=2, ep=2)
 
 
 def there_and_back(hf: Path, folder: Path, layout: Layout, **options: object) -> Path:
+    folder.mkdir(exist_ok=True)
     convert(hf, folder / "megatron", layout, workers=2, quiet=True)
     to_hf(folder / "megatron", folder / "back", workers=2, quiet=True, **options)  # type: ignore[arg-type]
     return folder / "back"
@@ -162,6 +163,20 @@ def test_dtype(tmp_path: Path) -> None:
     assert [json.loads((Path(x) / "config.json").read_text())["dtype"] for x in (m, b, f)] == [
         "bfloat16", "bfloat16", "float32"]
     assert verify([str(hf), m, "--quiet"]) == 0
+
+
+def test_a_config_that_states_another_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The weights decide: nothing is cast, the copy says what they are, with a warning. None stated: as it was."""
+    hf = make_hf(tmp_path / "hf", "dense")
+    (hf / "config.json").write_text(json.dumps(config_json("dense") | {"dtype": "bfloat16", "torch_dtype": "bfloat16"}))
+    assert hf_to_megatron(["--hf", str(hf), "--out", str(tmp_path / "m"), "--quiet", "--workers", "1"]) == 0
+    assert "says dtype=bfloat16, the weights are float32" in capsys.readouterr().err
+    said = json.loads((tmp_path / "m/config.json").read_text())
+    assert said["dtype"] == said["torch_dtype"] == "float32"
+    silent = {key: value for key, value in config_json("dense").items() if key != "dtype"}
+    (hf / "config.json").write_text(json.dumps(silent))
+    back = there_and_back(hf, tmp_path / "silent", Layout())
+    assert (back / "config.json").read_bytes() == (hf / "config.json").read_bytes()
 
 
 @pytest.mark.parametrize(("change", "problem"), [
