@@ -10,6 +10,7 @@ PYTHON ?=
 TORCH_INDEX_URL ?=
 TESTS ?= tests
 PYTEST_ARGS ?=
+ARGS ?=
 DEMO_ARGS ?=
 
 VENV := .venv
@@ -26,7 +27,7 @@ export TOKENIZERS_PARALLELISM ?= false
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=/path/to/python3.12] [TORCH_INDEX_URL=URL]'
 	@echo
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1 \t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1 \t/' | expand -t 20
 	@echo
 	@echo 'PYTHON: the Python (>= 3.12) to use, otherwise one is looked for.'
 	@echo 'TORCH_INDEX_URL: package index with another build of torch, e.g. one of CPU builds'
@@ -60,6 +61,10 @@ test: setup ## run all tests
 .PHONY: demo
 demo: setup ## build, cold-start, train and evaluate a tiny Qwen3-MoE on this machine's CPU (about 10 minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON='$(CURDIR)/$(BIN)/python' bash examples/qwen3_moe/tiny_cpu.sh $(DEMO_ARGS)
+
+.PHONY: bench-convert
+bench-convert: setup ## checkpoint conversion against cp + fsync, 2 GB (ARGS=--names: 18,867 small tensors)
+	$(BIN)/python benchmarks/bench_convert.py --folder runs/bench_convert $(ARGS)
 
 .PHONY: clean
 clean: ## remove .venv, caches and build folders; runs/ stays

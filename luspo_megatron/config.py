@@ -32,6 +32,9 @@ class RunConfig:
 class ModelConfig:
     hf: str = ""
     """Folder of the Hugging Face model to start from (config.json, safetensors, tokenizer)."""
+    megatron: str = ""
+    """Folder of a Megatron checkpoint (torch_dist) to take the starting weights from, e.g. one that
+    tools/checkpoint_convert wrote; empty: the weights of model.hf. Engines start from model.hf in any case."""
     tokenizer: str = ""
     """Folder of the tokenizer; empty: the model's folder."""
     ref_hf: str = ""

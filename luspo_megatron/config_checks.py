@@ -159,6 +159,7 @@ def check_model(model: ModelConfig) -> Iterator[Violation]:
         yield Violation("--model.hf", "", "name the folder of the Hugging Face model to start from")
     else:
         yield from _folder("--model.hf", model.hf, "config.json")
+    yield from _folder("--model.megatron", model.megatron, optional=True)
     yield from _folder("--model.tokenizer", model.tokenizer, optional=True)
     if not model.router_aux_loss_coef >= 0:
         yield Violation("--model.router_aux_loss_coef", model.router_aux_loss_coef, "take 0 (off) or more")

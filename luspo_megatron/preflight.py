@@ -23,7 +23,7 @@ def check_train(config: Config) -> None:
     data = config.data
     for flag, path in (("data.prompts", data.prompts), ("data.eval_prompts", data.eval_prompts)):
         _first_row(flag, path, {"data.prompt_key": data.prompt_key, "data.answer_key": data.answer_key})
-    check_weights(config.model.hf)
+    check_start(config.model)
     if config.algorithm.kl_coef > 0 and config.model.ref_hf:
         check_reference(config.model)
         check_weights(config.model.ref_hf)
@@ -34,7 +34,7 @@ def check_sft(config: SftConfig) -> None:
     check_run_folder(config.run.dir, config.run.resume)
     data = config.data
     _first_row("data.path", data.path, {"data.prompt_key": data.prompt_key, "data.response_key": data.response_key})
-    check_weights(config.model.hf)
+    check_start(config.model)
 
 
 def check_eval(config: EvalCommandConfig) -> None:
@@ -53,6 +53,16 @@ def check_run_folder(run_dir: str, resume: bool) -> None:
         what = "cannot be written" if nearest.is_dir() else "is not a folder"
         raise UserError(f"run.dir {run_dir}: {nearest} {what}; take another one")
     resume_from(run_dir, resume)
+
+
+def check_start(model: ModelConfig) -> None:
+    """The weights that engines and the actor start from. A Megatron checkpoint's tensors are checked when loaded."""
+    check_weights(model.hf)
+    names = ("dist/.metadata", ".metadata")
+    if model.megatron and not any((Path(model.megatron) / name).is_file() for name in names):
+        raise UserError(f"model.megatron {model.megatron}: not a Megatron checkpoint (no dist/.metadata); give a "
+                        "folder that tools/checkpoint_convert/hf_to_megatron.py wrote, or one like "
+                        "checkpoints/step-000010")
 
 
 def check_weights(folder: str) -> None:

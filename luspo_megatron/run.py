@@ -102,14 +102,18 @@ def join_ranks(model: ModelConfig, parallel: ParallelConfig, seed: int) -> Any:
 def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig,
                 batch: BatchConfig, *, temperature: float = 1.0, trainable: bool = True,
                 weights: str | None = None) -> Any:
-    """The actor with the weights of `weights` (default: model.hf; empty: left as built)."""
+    """The actor with the weights of `weights` (a Hugging Face folder; empty: left as built; None: model.megatron, else
+    model.hf)."""
+    from luspo_megatron.actor import checkpoint
     from luspo_megatron.actor.actor import Actor
     from luspo_megatron.weights.architecture import read_architecture
 
     actor = Actor(read_architecture(model.hf), ranks, model=model, parallel=parallel, optimizer=optimizer, batch=batch,
                   temperature=temperature, trainable=trainable)
     folder = model.hf if weights is None else weights
-    if folder:
+    if weights is None and model.megatron:
+        checkpoint.load_weights(actor, model.megatron)
+    elif folder:
         actor.load_hf(folder)
     return actor
 

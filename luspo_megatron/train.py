@@ -119,7 +119,7 @@ def reference_policy(config: Config, ranks: Any) -> Any:
         return None
     return run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
                            temperature=config.rollout.temperature, trainable=False,
-                           weights=config.model.ref_hf or config.model.hf)
+                           weights=config.model.ref_hf or None)
 
 
 def weight_sync(config: Config, actor: Any, desk: Any) -> Any:

@@ -79,27 +79,42 @@ def load(actor: Actor, checkpoint: str | Path, *, with_optimizer: bool = True) -
 
     UserError for a checkpoint of another model.
     """
-    from megatron.core import dist_checkpointing
-
     checkpoint = Path(checkpoint)
     state = read_state(checkpoint)
     want, have = vars(actor.arch), state.get("architecture", vars(actor.arch))
     if differing := [f"{key} {have.get(key)} instead of {want[key]}" for key in want if have.get(key) != want[key]]:
         raise UserError(f"{checkpoint} is of another model than model.hf: {', '.join(differing)}; use the model that "
                         "it was trained from, or another run.dir")
-    with_optimizer = with_optimizer and actor.optimizer is not None
-    model, optimizer = sharded_state(actor, is_loading=True, with_optimizer=with_optimizer)
-    wanted = {"model": model, **({"optimizer": optimizer} if with_optimizer else {})}
-    loaded = dist_checkpointing.load(wanted, str(checkpoint / "dist"))
-    missing, unexpected = actor.gpt.load_state_dict(loaded["model"], strict=False)
-    if wrong := [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]:
-        raise RuntimeError(f"{checkpoint}: parameters not restored: {', '.join(wrong[:5])}")
-    if with_optimizer:
-        actor.optimizer.load_state_dict(loaded["optimizer"])
+    _load_dist(actor, checkpoint / "dist", with_optimizer=with_optimizer and actor.optimizer is not None)
     rng = checkpoint / "rng" / f"rank-{actor.ranks.rank}.pt"
     if state["layout"] == vars(actor.ranks.layout) and rng.is_file():
         _restore_rng(torch.load(rng, weights_only=False))
     return state
+
+
+def load_weights(actor: Actor, folder: str | Path) -> None:
+    """Only the model, on all ranks, from a checkpoint, a converted folder, or a bare torch_dist folder."""
+    folder = Path(folder)
+    dist = folder / "dist" if (folder / "dist").is_dir() else folder
+    if not (dist / ".metadata").is_file():
+        raise UserError(f"{folder}: not a Megatron checkpoint (no dist/.metadata); give a folder that "
+                        "tools/checkpoint_convert/hf_to_megatron.py wrote, or one like step-000010")
+    _load_dist(actor, dist, with_optimizer=False)
+    if actor.optimizer is not None:
+        actor.optimizer.reload_model_params()
+
+
+def _load_dist(actor: Actor, folder: Path, *, with_optimizer: bool) -> None:
+    from megatron.core import dist_checkpointing
+
+    model, optimizer = sharded_state(actor, is_loading=True, with_optimizer=with_optimizer)
+    wanted = {"model": model, **({"optimizer": optimizer} if with_optimizer else {})}
+    loaded = dist_checkpointing.load(wanted, str(folder))
+    missing, unexpected = actor.gpt.load_state_dict(loaded["model"], strict=False)
+    if wrong := [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]:
+        raise RuntimeError(f"{folder}: parameters not restored: {', '.join(wrong[:5])}")
+    if with_optimizer:
+        actor.optimizer.load_state_dict(loaded["optimizer"])
 
 
 def sharded_state(actor: Actor, *, is_loading: bool, with_optimizer: bool = True) -> tuple[Any, Any]:
