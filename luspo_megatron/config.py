@@ -32,6 +32,8 @@ class RunConfig:
 class ModelConfig:
     hf: str = ""
     """Folder of the Hugging Face model to start from (config.json, safetensors, tokenizer)."""
+    family: str = ""
+    """Model family where config.json does not say it: qwen3, qwen3_moe, qwen2, llama, mistral, or module:attribute."""
     tokenizer: str = ""
     """Folder of the tokenizer; empty: the model's folder."""
     ref_hf: str = ""

@@ -149,7 +149,7 @@ def require(violations: list[Violation]) -> None:
 def model_facts(model: ModelConfig) -> Architecture | None:
     """The facts of ``model.hf``; None when it holds no readable config.json."""
     try:
-        return read_architecture(model.hf) if model.hf else None
+        return read_architecture(model.hf, model.family) if model.hf else None
     except UserError:
         return None
 
@@ -255,7 +255,7 @@ def _facts(model: ModelConfig, facts: Architecture | None) -> tuple[Architecture
     if facts is not None or not model.hf or not (Path(model.hf) / "config.json").is_file():
         return facts, []
     try:
-        return read_architecture(model.hf), []
+        return read_architecture(model.hf, model.family), []
     except UserError as error:
         return None, [Violation("--model.hf", model.hf, str(error))]
 

@@ -26,6 +26,7 @@ class Case:
     distributed_optimizer: bool = True
     max_tokens: int = 96
     recompute: str = "none"
+    family: str = ""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -36,7 +37,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, beta1=0.9, beta2=0.98, eps=
 
 
 @contextlib.contextmanager
-def actor_of(rank: int, case: Case, folder: Any, **model: Any) -> Iterator[Any]:
+def actor_of(rank: int, case: Case, folder: Any, *, trainable: bool = True, **model: Any) -> Iterator[Any]:
     from luspo_megatron.actor.actor import Actor
     from luspo_megatron.actor.groups import join, leave
     from luspo_megatron.weights.architecture import read_architecture
@@ -44,7 +45,8 @@ def actor_of(rank: int, case: Case, folder: Any, **model: Any) -> Iterator[Any]:
     ranks = join(case.layout, seed=1)
     try:
         actor = Actor(
-            read_architecture(folder), ranks, model=ModelConfig(hf=str(folder), recompute=case.recompute, **model),
+            read_architecture(folder, case.family), ranks, trainable=trainable,
+            model=ModelConfig(hf=str(folder), family=case.family, recompute=case.recompute, **model),
             parallel=ParallelConfig(sequence_parallel=case.sequence_parallel,
                                     distributed_optimizer=case.distributed_optimizer),
             optimizer=OPTIMIZER,
