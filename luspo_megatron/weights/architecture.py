@@ -234,6 +234,9 @@ def _rope_theta(config: Mapping[str, Any], where: str) -> float:
 
 def _rope_scaling(config: Mapping[str, Any], where: str) -> RopeScaling | None:
     rope = _rope(config)
+    part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if part != 1.0:
+        raise UserError(f"{where}: partial_rotary_factor={part} is not supported; only 1.0")
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
