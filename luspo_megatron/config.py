@@ -84,6 +84,8 @@ class DataConfig:
     """Column of the reference answer."""
     chat_template: bool = False
     """Render string prompts as one user turn through the tokenizer's chat template (chat lists always are)."""
+    chat_template_args: str = "{}"
+    """JSON object of arguments to the chat template, e.g. {"enable_thinking": false} for Qwen3."""
     task_args: str = "{}"
     """JSON object passed to the reasoning-gym task, e.g. {"max_terms": 4}."""
     size: int = 0
@@ -266,6 +268,8 @@ class SftDataConfig:
     """Column of the prompt (string or chat list)."""
     response_key: str = "response"
     """Column of the response; the eos token is appended."""
+    chat_template_args: str = "{}"
+    """JSON object of arguments to the chat template of chat lists, e.g. {"enable_thinking": false} for Qwen3."""
     max_tokens: int = 2048
     """Longer demonstrations are left out, with a count."""
 

@@ -31,6 +31,7 @@ from luspo_megatron.config_checks_rollout import (
     check_prompts,
     check_reward,
     check_rollout,
+    json_object,
     suspicious_clips,
 )
 from luspo_megatron.errors import UserError
@@ -82,6 +83,7 @@ def validate_sft(config: SftConfig, facts: Architecture | None = None) -> list[V
         found.append(Violation("--data.path", "", "name a .jsonl or .parquet file of demonstrations"))
     elif not Path(config.data.path).is_file():
         found.append(Violation("--data.path", config.data.path, "there is no such file; check the path"))
+    found += json_object("--data.chat_template_args", config.data.chat_template_args, '{"enable_thinking": false}')
     found += at_least("--data.max_tokens", config.data.max_tokens, 2)
     found += at_least("--batch_size", config.batch_size, 1)
     found += at_least("--run.steps", config.run.steps, 1)
