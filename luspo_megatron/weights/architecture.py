@@ -234,7 +234,8 @@ def _rope_theta(config: Mapping[str, Any], where: str) -> float:
 
 def _rope_scaling(config: Mapping[str, Any], where: str) -> RopeScaling | None:
     rope = _rope(config)
-    part = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    parts = (rope.get("partial_rotary_factor"), config.get("partial_rotary_factor"))
+    part = next((x for x in parts if x not in (None, 1.0)), 1.0)
     if part != 1.0:
         raise UserError(f"{where}: partial_rotary_factor={part} is not supported; only 1.0")
     kind = rope.get("rope_type") or rope.get("type") or "default"
