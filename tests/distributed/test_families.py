@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from luspo_megatron.errors import UserError
+from luspo_megatron.preflight import check_weights
 from luspo_megatron.weights.architecture import FAMILIES, RopeScaling, parse_architecture, read_architecture
 from luspo_megatron.weights.table import WeightTable
 from tests.distributed.actor_jobs import Case, actor_of, assemble, checkpoint_keys
@@ -84,6 +85,7 @@ def test_export_and_push(kind: str, tied: bool, family: str, outside: Path, tmp_
     out = tmp_path / "out"
     different = pool(2).run(export_and_push, Case(world=2, tp=2, family=family), folder, out)
     assert different == [[], []]
+    check_weights(str(out), family)  # what `luspo train` asks before it starts
     want, got = tensors_of(folder), tensors_of(out)
     assert set(got) == set(want)
     for name, value in want.items():
