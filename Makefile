@@ -12,6 +12,9 @@ TESTS ?= tests
 PYTEST_ARGS ?=
 ARGS ?=
 DEMO_ARGS ?=
+SMOLLM2_ARGS ?=
+# word problems for make smollm2, where there is such a file
+GSM8K ?= $(wildcard ../shared/data/gsm8k.jsonl)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,11 +30,12 @@ export TOKENIZERS_PARALLELISM ?= false
 help: ## list the targets
 	@echo 'usage: make TARGET [PYTHON=/path/to/python3.12] [TORCH_INDEX_URL=URL]'
 	@echo
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1 \t/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1 \t/' | expand -t 20
 	@echo
 	@echo 'PYTHON: the Python (>= 3.12) to use, otherwise one is looked for.'
 	@echo 'TORCH_INDEX_URL: package index with another build of torch, e.g. one of CPU builds'
 	@echo 'DEMO_ARGS: flags of luspo train for the demo; WORLD_SIZE, TP, PP, EP, SEED in the environment choose its layout'
+	@echo 'SMOLLM2_ARGS: flags of luspo train for make smollm2; GSM8K=FILE: word problems for it'
 	@echo 'TESTS, PYTEST_ARGS: what make test runs, e.g. make test TESTS=tests/unit PYTEST_ARGS="-k config"'
 
 .PHONY: setup
@@ -65,6 +69,11 @@ demo: setup ## build, cold-start, train and evaluate a tiny Qwen3-MoE on this ma
 .PHONY: bench-convert
 bench-convert: setup ## checkpoint conversion against cp + fsync, 2 GB (ARGS=--names: 18,867 small tensors)
 	$(BIN)/python benchmarks/bench_convert.py --folder runs/bench_convert $(ARGS)
+
+.PHONY: smollm2
+smollm2: setup ## fetch SmolLM2-135M-Instruct and train it a few steps on this machine's CPU (about 10 minutes)
+	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON='$(CURDIR)/$(BIN)/python' GSM8K='$(GSM8K)' \
+		bash examples/smollm2/smollm2.sh $(SMOLLM2_ARGS)
 
 .PHONY: clean
 clean: ## remove .venv, caches and build folders; runs/ stays

@@ -42,7 +42,7 @@ setup(
         "sglang": ["sglang"],
         # CUDA only: the bare transformer-engine package without its CUDA half breaks `import megatron.core`.
         "te": ["transformer-engine[pytorch,core_cu13]"],
-        "demo": [],  # the demo needs nothing beyond the requirements; kept so that [demo] can be asked for
+        "demo": ["gguf", "accelerate"],  # examples/smollm2 unpacks a GGUF file with transformers
         "dev": [
             "pytest",
             "pytest-timeout",

@@ -35,6 +35,8 @@ class ModelConfig:
     megatron: str = ""
     """Folder of a Megatron checkpoint (torch_dist) to take the starting weights from, e.g. one that
     tools/checkpoint_convert wrote; empty: the weights of model.hf. Engines start from model.hf in any case."""
+    family: str = ""
+    """Model family where config.json does not say it: qwen3, qwen3_moe, qwen2, llama, mistral, or module:attribute."""
     tokenizer: str = ""
     """Folder of the tokenizer; empty: the model's folder."""
     ref_hf: str = ""
@@ -85,6 +87,8 @@ class DataConfig:
     """Column of the reference answer."""
     chat_template: bool = False
     """Render string prompts as one user turn through the tokenizer's chat template (chat lists always are)."""
+    chat_template_args: str = "{}"
+    """JSON object of arguments to the chat template, e.g. {"enable_thinking": false} for Qwen3."""
     task_args: str = "{}"
     """JSON object passed to the reasoning-gym task, e.g. {"max_terms": 4}."""
     size: int = 0
@@ -267,6 +271,8 @@ class SftDataConfig:
     """Column of the prompt (string or chat list)."""
     response_key: str = "response"
     """Column of the response; the eos token is appended."""
+    chat_template_args: str = "{}"
+    """JSON object of arguments to the chat template of chat lists, e.g. {"enable_thinking": false} for Qwen3."""
     max_tokens: int = 2048
     """Longer demonstrations are left out, with a count."""
 

@@ -31,6 +31,7 @@ from luspo_megatron.config_checks_rollout import (
     check_prompts,
     check_reward,
     check_rollout,
+    json_object,
     suspicious_clips,
 )
 from luspo_megatron.errors import UserError
@@ -82,6 +83,7 @@ def validate_sft(config: SftConfig, facts: Architecture | None = None) -> list[V
         found.append(Violation("--data.path", "", "name a .jsonl or .parquet file of demonstrations"))
     elif not Path(config.data.path).is_file():
         found.append(Violation("--data.path", config.data.path, "there is no such file; check the path"))
+    found += json_object("--data.chat_template_args", config.data.chat_template_args, '{"enable_thinking": false}')
     found += at_least("--data.max_tokens", config.data.max_tokens, 2)
     found += at_least("--batch_size", config.batch_size, 1)
     found += at_least("--run.steps", config.run.steps, 1)
@@ -149,7 +151,7 @@ def require(violations: list[Violation]) -> None:
 def model_facts(model: ModelConfig) -> Architecture | None:
     """The facts of ``model.hf``; None when it holds no readable config.json."""
     try:
-        return read_architecture(model.hf) if model.hf else None
+        return read_architecture(model.hf, model.family) if model.hf else None
     except UserError:
         return None
 
@@ -256,7 +258,7 @@ def _facts(model: ModelConfig, facts: Architecture | None) -> tuple[Architecture
     if facts is not None or not model.hf or not (Path(model.hf) / "config.json").is_file():
         return facts, []
     try:
-        return read_architecture(model.hf), []
+        return read_architecture(model.hf, model.family), []
     except UserError as error:
         return None, [Violation("--model.hf", model.hf, str(error))]
 

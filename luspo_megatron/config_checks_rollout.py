@@ -63,18 +63,19 @@ def check_prompts(data: DataConfig, name: str, required: bool) -> Iterator[Viola
         what = "has no known ending" if Path(source).exists() else "is not a prompt source"
         yield Violation(flag, source, f"{what}; name {forms}")
     if name == "prompts" or required:
-        yield from _task_args(data.task_args)
+        yield from json_object("--data.task_args", data.task_args, '{"max_terms": 4}')
+        yield from json_object("--data.chat_template_args", data.chat_template_args, '{"enable_thinking": false}')
         yield from at_least("--data.max_prompt_tokens", data.max_prompt_tokens, 1)
     yield from at_least(f"--data.{size_name}", getattr(data, size_name), 0)
 
 
-def _task_args(text: str) -> Iterator[Violation]:
+def json_object(flag: str, text: str, example: str) -> Iterator[Violation]:
     try:
         good = isinstance(json.loads(text), dict)
     except json.JSONDecodeError:
         good = False
     if not good:
-        yield Violation("--data.task_args", text, 'give a JSON object, e.g. {"max_terms": 4}')
+        yield Violation(flag, text, f"give a JSON object, e.g. {example}")
 
 
 def check_rollout(rollout: RolloutConfig) -> Iterator[Violation]:

@@ -26,7 +26,7 @@ def check_train(config: Config) -> None:
     check_start(config.model)
     if config.algorithm.kl_coef > 0 and config.model.ref_hf:
         check_reference(config.model)
-        check_weights(config.model.ref_hf)
+        check_weights(config.model.ref_hf, config.model.family)
 
 
 def check_sft(config: SftConfig) -> None:
@@ -42,7 +42,7 @@ def check_eval(config: EvalCommandConfig) -> None:
     data = config.data
     _first_row("data.eval_prompts", data.eval_prompts,
                {"data.prompt_key": data.prompt_key, "data.answer_key": data.answer_key})
-    check_weights(config.model.hf)
+    check_weights(config.model.hf, config.model.family)
 
 
 def check_run_folder(run_dir: str, resume: bool) -> None:
@@ -57,7 +57,7 @@ def check_run_folder(run_dir: str, resume: bool) -> None:
 
 def check_start(model: ModelConfig) -> None:
     """The weights that engines and the actor start from. A Megatron checkpoint's tensors are checked when loaded."""
-    check_weights(model.hf)
+    check_weights(model.hf, model.family)
     names = ("dist/.metadata", ".metadata")
     if model.megatron and not any((Path(model.megatron) / name).is_file() for name in names):
         raise UserError(f"model.megatron {model.megatron}: not a Megatron checkpoint (no dist/.metadata); give a "
@@ -65,17 +65,17 @@ def check_start(model: ModelConfig) -> None:
                         "checkpoints/step-000010")
 
 
-def check_weights(folder: str) -> None:
+def check_weights(folder: str, family: str = "") -> None:
     """The safetensors of `folder` hold exactly the tensors that its config.json asks for."""
     from luspo_megatron.weights.load import HfCheckpoint
     from luspo_megatron.weights.table import WeightTable
 
-    HfCheckpoint(folder).check(WeightTable(read_architecture(folder)))
+    HfCheckpoint(folder).check(WeightTable(read_architecture(folder, family)))
 
 
 def check_reference(model: ModelConfig) -> None:
     """The reference policy is run by a model built like the actor."""
-    ours, theirs = vars(read_architecture(model.hf)), vars(read_architecture(model.ref_hf))
+    ours, theirs = (vars(read_architecture(folder, model.family)) for folder in (model.hf, model.ref_hf))
     if differing := [f"{key} {theirs[key]} instead of {ours[key]}" for key in ours if ours[key] != theirs[key]]:
         raise UserError(f"model.ref_hf {model.ref_hf} is built unlike model.hf: {', '.join(differing)}; take a "
                         "reference policy of the same architecture")

@@ -108,8 +108,8 @@ def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimi
     from luspo_megatron.actor.actor import Actor
     from luspo_megatron.weights.architecture import read_architecture
 
-    actor = Actor(read_architecture(model.hf), ranks, model=model, parallel=parallel, optimizer=optimizer, batch=batch,
-                  temperature=temperature, trainable=trainable)
+    actor = Actor(read_architecture(model.hf, model.family), ranks, model=model, parallel=parallel,
+                  optimizer=optimizer, batch=batch, temperature=temperature, trainable=trainable)
     folder = model.hf if weights is None else weights
     if weights is None and model.megatron:
         checkpoint.load_weights(actor, model.megatron)

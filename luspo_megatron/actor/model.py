@@ -9,7 +9,7 @@ import torch
 from luspo_megatron.config import ModelConfig
 from luspo_megatron.parallel import ParallelLayout
 from luspo_megatron.platform import platform
-from luspo_megatron.weights.architecture import Architecture, padded_vocab
+from luspo_megatron.weights.architecture import Architecture, find_family, padded_vocab
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -22,9 +22,10 @@ def transformer_config(arch: Architecture, model: ModelConfig, layout: ParallelL
     options: dict[str, Any] = {
         "num_layers": arch.num_layers, "hidden_size": arch.hidden, "num_attention_heads": arch.num_heads,
         "num_query_groups": arch.num_kv_heads, "kv_channels": arch.head_dim, "ffn_hidden_size": arch.ffn,
-        "normalization": "RMSNorm", "layernorm_epsilon": arch.norm_eps, "qk_layernorm": True,
+        "normalization": "RMSNorm", "layernorm_epsilon": arch.norm_eps, "qk_layernorm": arch.qk_norm,
         "gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "add_bias_linear": False,
-        "add_qkv_bias": False, "attention_dropout": 0.0, "hidden_dropout": 0.0, "attention_softmax_in_fp32": True,
+        "add_qkv_bias": arch.qkv_bias, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "attention_softmax_in_fp32": True,
         "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
         "context_parallel_size": layout.cp, "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp, "sequence_parallel": sequence_parallel and layout.tp > 1,
@@ -46,7 +47,9 @@ def transformer_config(arch: Architecture, model: ModelConfig, layout: ParallelL
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     elif model.recompute == "selective":
         options |= {"recompute_granularity": "selective"}
-    return TransformerConfig(**options, **platform().transformer_config_options(model.transformer_engine))
+    options |= dict(find_family(arch.family).options)
+    options |= platform().transformer_config_options(model.transformer_engine)
+    return TransformerConfig(**options)
 
 
 def build_model(arch: Architecture, model: ModelConfig, layout: ParallelLayout, sequence_parallel: bool) -> Any:
@@ -68,6 +71,11 @@ def build_model(arch: Architecture, model: ModelConfig, layout: ParallelLayout, 
         gpt.rotary_pos_emb = PackedRotaryEmbedding(
             kv_channels=arch.head_dim, rotary_percent=1.0, rotary_base=arch.rope_theta,  # type: ignore[arg-type]
             use_cpu_initialization=config.use_cpu_initialization, cp_group=gpt.pg_collection.cp)
+    if (scaling := arch.rope_scaling) is not None:
+        # megatron's own switch fixes all but the factor at Llama 3.1's values
+        rope = gpt.rotary_pos_emb
+        rope.inv_freq = rope._apply_scaling(rope.inv_freq, scaling.factor, scaling.low_freq_factor,
+                                            scaling.high_freq_factor, scaling.original_max_positions)
     if model.trainable == "no_router":
         for name, parameter in gpt.named_parameters():
             parameter.requires_grad_(".router." not in name)

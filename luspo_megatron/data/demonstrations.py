@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from luspo_megatron.config import SftDataConfig
-from luspo_megatron.data.prompts import render_prompt
+from luspo_megatron.data.prompts import json_object, render_prompt
 from luspo_megatron.data.records import column, read_records
 from luspo_megatron.data.tokenizer import TextTokenizer
 from luspo_megatron.errors import UserError
@@ -36,13 +36,15 @@ def load_demonstrations(config: SftDataConfig, tokenizer: TextTokenizer) -> Demo
     """Every demonstration of ``data.path`` in file order. Raises UserError for a bad file, row or column."""
     if not config.path:
         raise UserError("data.path is not set; give a .jsonl or .parquet file of demonstrations")
+    template_args = json_object(config.chat_template_args, "data.chat_template_args")
     out = Demonstrations()
     for record in read_records(config.path, "data.path"):
         prompt = column(record, config.prompt_key, f"data.prompt_key (now {config.prompt_key!r})")
         response = column(record, config.response_key, f"data.response_key (now {config.response_key!r})")
         if not isinstance(response, str):
             raise UserError(f"{record.where}: the response must be a text, this is {str(response)[:80]!r}")
-        _, prompt_ids = render_prompt(prompt, tokenizer, chat_template=False, where=record.where)
+        _, prompt_ids = render_prompt(prompt, tokenizer, chat_template=False, where=record.where,
+                                      template_args=template_args)
         response_ids = tokenizer.encode(response, special=False)
         if not response_ids or response_ids[-1] not in tokenizer.eos_ids:
             response_ids.append(tokenizer.eos_id)

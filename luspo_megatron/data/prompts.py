@@ -66,12 +66,7 @@ class ReasoningGymSource:
         if task not in DATASETS:
             near = difflib.get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)
             raise UserError(f"data.prompts: no reasoning-gym task {task!r}; did you mean {', '.join(near)}?")
-        try:
-            self.arguments = json.loads(task_args or "{}")
-            if not isinstance(self.arguments, dict):
-                raise ValueError("not a JSON object")
-        except ValueError as error:
-            raise UserError(f"data.task_args={task_args!r}: {error}; write a JSON object") from None
+        self.arguments = json_object(task_args, "data.task_args")
         self.task = task
         try:
             self.dataset = reasoning_gym.create_dataset(task, **{"size": size, "seed": seed, **self.arguments})
@@ -125,7 +120,8 @@ def open_source(
 
 
 def render_prompt(
-    prompt: Any, tokenizer: TextTokenizer, *, chat_template: bool, where: str
+    prompt: Any, tokenizer: TextTokenizer, *, chat_template: bool, where: str,
+    template_args: Mapping[str, Any] | None = None,
 ) -> tuple[str, list[int]]:
     """(text, ids) of a prompt: a string (as it is, or as one user turn) or a chat list. Raises UserError."""
     if isinstance(prompt, np.ndarray):
@@ -141,7 +137,18 @@ def render_prompt(
     for message in prompt:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise UserError(f"{where}: a chat message is {{role, content}} with texts, this is {_short(message)}")
-    return tokenizer.render_chat(prompt)
+    return tokenizer.render_chat(prompt, template_args)
+
+
+def json_object(text: str, flag: str) -> dict[str, Any]:
+    """The JSON object that a flag holds. Raises UserError."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise UserError(f"{flag}={text!r}: {error}; write a JSON object") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{flag}={text!r}: not a JSON object; write a JSON object")
+    return found
 
 
 def _short(value: Any) -> str:
@@ -156,11 +163,13 @@ def load_prompts(config: DataConfig, tokenizer: TextTokenizer, split: Split = "t
     """
     source, prompt_key, answer_key = open_source(config, tokenizer, split, seed)
     size = config.size if split == "train" else config.eval_size
+    template_args = json_object(config.chat_template_args, "data.chat_template_args")
     prompts = Prompts()
     for index, record in enumerate(islice(source.records(), size or None)):
         prompt = column(record, prompt_key, f"data.prompt_key (now {prompt_key!r})")
         answer = column(record, answer_key, f"data.answer_key (now {answer_key!r})")
-        text, ids = render_prompt(prompt, tokenizer, chat_template=config.chat_template, where=record.where)
+        text, ids = render_prompt(prompt, tokenizer, chat_template=config.chat_template, where=record.where,
+                                  template_args=template_args)
         if len(ids) > config.max_prompt_tokens:
             prompts.filtered += 1
             continue

@@ -40,14 +40,22 @@ class TextTokenizer:
         text: str = self.hf.decode(list(ids[:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
-        """(text, ids) of a conversation through the chat template, open for the assistant. Raises UserError."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any] | None = None
+                    ) -> tuple[str, list[int]]:
+        """(text, ids) of a conversation through the chat template, open for the assistant. Raises UserError.
+
+        ``template_args`` are the template's own switches, such as Qwen3's enable_thinking.
+        """
         if not self.hf.chat_template:
             raise UserError(
                 f"the tokenizer in {self.folder} has no chat template; use plain string prompts with "
                 "data.chat_template=false, or a tokenizer that has one (model.tokenizer)"
             )
-        text: str = self.hf.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True, tokenize=False)
+        if unknown := [name for name in template_args or () if name not in str(self.hf.chat_template)]:
+            raise UserError(f"data.chat_template_args: the chat template in {self.folder} does not know "
+                            f"{', '.join(unknown)}")
+        text: str = self.hf.apply_chat_template(
+            [dict(m) for m in messages], **{**(template_args or {}), "add_generation_prompt": True, "tokenize": False})
         return text, self.encode(text, special=False)  # the template wrote the special tokens already
 
 

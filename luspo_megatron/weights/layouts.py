@@ -86,15 +86,21 @@ class Vocab:
 
 @dataclass(frozen=True)
 class FusedQKV:
-    """q, k, v interleaved by key/value group: [group: its queries, its key, its value], cut by groups."""
+    """q, k, v interleaved by key/value group: [group: its queries, its key, its value], cut into even runs of rows.
+
+    With fewer groups than ranks a cut falls inside a group; megatron's attention gathers what it needs.
+    """
 
     num_kv_heads: int
     head_dim: int
 
     def split(self, tensors: Sequence[Tensor], size: int, rank: int) -> Tensor:
-        groups = _divide(self.num_kv_heads, size)
-        parts = [t.reshape(self.num_kv_heads, -1, *t.shape[1:])[rank * groups : (rank + 1) * groups] for t in tensors]
-        return torch.cat(parts, 1).flatten(0, 1)
+        parts = [t.reshape(self.num_kv_heads, -1, *t.shape[1:]) for t in tensors]
+        if self.num_kv_heads % size == 0:  # only this rank's groups are copied
+            groups = self.num_kv_heads // size
+            parts = [part[rank * groups : (rank + 1) * groups] for part in parts]
+            size, rank = 1, 0
+        return Sharded(0).split([torch.cat(parts, 1).flatten(0, 1)], size, rank)
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
         fused = torch.cat(list(shards))
@@ -103,8 +109,7 @@ class FusedQKV:
         return [part.flatten(0, 1) for part in fused.split([queries, self.head_dim, self.head_dim], 1)]
 
     def shard_shape(self, shapes: Sequence[Shape], size: int) -> Shape:
-        _divide(self.num_kv_heads, size)
-        return (sum(s[0] for s in shapes) // size, *shapes[0][1:])
+        return (_divide(sum(s[0] for s in shapes), size), *shapes[0][1:])
 
 
 @dataclass(frozen=True)

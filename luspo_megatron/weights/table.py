@@ -1,18 +1,19 @@
 """The one table of names: Megatron parameter <-> Hugging Face tensors, for loading, saving, export and weight sync.
 
-A family is a list of rows, one per tensor kind. Both names of a norm are listed: the local layer spec keeps norms by
-themselves, the Transformer Engine spec fuses them into the next linear layer. Layers and experts are numbered globally;
-`WeightTable.find` turns the local number that a pipeline stage or expert rank uses into the global one.
+A family is a list of rows, one per tensor kind; all built-in ones are `decoder_rows` with what their Architecture says.
+Both names of a norm are listed: the local layer spec keeps norms by themselves, the Transformer Engine spec fuses them
+into the next linear layer. Layers and experts are numbered globally; `WeightTable.find` turns the local number that a
+pipeline stage or expert rank uses into the global one.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from luspo_megatron.weights.architecture import Architecture
+from luspo_megatron.weights.architecture import Architecture, find_family
 from luspo_megatron.weights.layouts import FusedQKV, GateUp, Layout, Replicated, Shape, Sharded, Vocab
 
 
@@ -57,8 +58,9 @@ class Entry:
         return tuple(zip(self.hf_names, self.row.shapes, strict=True))
 
 
-def qwen3_rows(arch: Architecture) -> list[Row]:
-    """Qwen3 and Qwen3-MoE (names of transformers' modeling_qwen3.py and modeling_qwen3_moe.py as they are on disk)."""
+def decoder_rows(arch: Architecture) -> list[Row]:
+    """A pre-norm decoder by the names that Llama brought up (transformers' modeling_llama.py, as they are on disk) and
+    Mistral, Qwen2, Qwen3 and Qwen3-MoE kept."""
     h, q, kv = arch.hidden, arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
     layer, hf_layer = "decoder.layers.{layer}.", "model.layers.{layer}."
     vocab = Vocab(arch.vocab_size)
@@ -71,15 +73,18 @@ def qwen3_rows(arch: Architecture) -> list[Row]:
             aliases=(layer + "self_attention.linear_qkv.layer_norm_weight",)),
         Row(layer + "self_attention.linear_qkv.weight", tuple(hf_layer + f"self_attn.{x}_proj.weight" for x in "qkv"),
             FusedQKV(arch.num_kv_heads, arch.head_dim), ((q, h), (kv, h), (kv, h))),
-        Row(layer + "self_attention.q_layernorm.weight", (hf_layer + "self_attn.q_norm.weight",), Replicated(),
-            ((arch.head_dim,),)),
-        Row(layer + "self_attention.k_layernorm.weight", (hf_layer + "self_attn.k_norm.weight",), Replicated(),
-            ((arch.head_dim,),)),
         Row(layer + "self_attention.linear_proj.weight", (hf_layer + "self_attn.o_proj.weight",), Sharded(1),
             ((h, q),)),
         Row(layer + "pre_mlp_layernorm.weight", (hf_layer + "post_attention_layernorm.weight",), Replicated(), ((h,),),
             aliases=(layer + "mlp.linear_fc1.layer_norm_weight",)),
     ]
+    if arch.qkv_bias:
+        rows.append(Row(layer + "self_attention.linear_qkv.bias",
+                        tuple(hf_layer + f"self_attn.{x}_proj.bias" for x in "qkv"),
+                        FusedQKV(arch.num_kv_heads, arch.head_dim), ((q,), (kv,), (kv,))))
+    if arch.qk_norm:
+        rows += [Row(layer + f"self_attention.{x}_layernorm.weight", (hf_layer + f"self_attn.{x}_norm.weight",),
+                     Replicated(), ((arch.head_dim,),)) for x in "qk"]
     if arch.is_moe:
         expert = hf_layer + "mlp.experts.{expert}."
         rows += [
@@ -100,15 +105,12 @@ def qwen3_rows(arch: Architecture) -> list[Row]:
     return rows
 
 
-FAMILY_ROWS: dict[str, Callable[[Architecture], list[Row]]] = {"qwen3": qwen3_rows, "qwen3_moe": qwen3_rows}
-
-
 class WeightTable:
     """The rows of one model and what follows from them."""
 
     def __init__(self, arch: Architecture) -> None:
         self.arch = arch
-        self.rows = FAMILY_ROWS[arch.family](arch)
+        self.rows = (find_family(arch.family).rows or decoder_rows)(arch)
 
     def entries(self) -> Iterator[Entry]:
         """Every global parameter once, in a fixed order; load-only copies left out."""

@@ -25,7 +25,9 @@ class Case:
     sequence_parallel: bool = True
     distributed_optimizer: bool = True
     max_tokens: int = 96
+    logprob_chunk_bytes: int = 65536
     recompute: str = "none"
+    family: str = ""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -36,7 +38,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, warmup_steps=0, beta1=0.9, beta2=0.98, eps=
 
 
 @contextlib.contextmanager
-def actor_of(rank: int, case: Case, folder: Any, **model: Any) -> Iterator[Any]:
+def actor_of(rank: int, case: Case, folder: Any, *, trainable: bool = True, **model: Any) -> Iterator[Any]:
     from luspo_megatron.actor.actor import Actor
     from luspo_megatron.actor.groups import join, leave
     from luspo_megatron.weights.architecture import read_architecture
@@ -44,11 +46,12 @@ def actor_of(rank: int, case: Case, folder: Any, **model: Any) -> Iterator[Any]:
     ranks = join(case.layout, seed=1)
     try:
         actor = Actor(
-            read_architecture(folder), ranks, model=ModelConfig(hf=str(folder), recompute=case.recompute, **model),
+            read_architecture(folder, case.family), ranks, trainable=trainable,
+            model=ModelConfig(hf=str(folder), family=case.family, recompute=case.recompute, **model),
             parallel=ParallelConfig(sequence_parallel=case.sequence_parallel,
                                     distributed_optimizer=case.distributed_optimizer),
             optimizer=OPTIMIZER,
-            batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens, logprob_chunk_bytes=65536))
+            batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens, logprob_chunk_bytes=case.logprob_chunk_bytes))
         actor.load_hf(str(folder))
         yield actor
     finally:
@@ -79,23 +82,35 @@ def plan_of(actor: Any, samples: Any, *, prompts_per_mini_batch: int = 1000) -> 
     return build_mini_batches(plans, samples, actor.ranks.dp_rank, multiple)
 
 
+def logprobs_of(rank: int, case: Case, folder: Any, samples: Any) -> dict[int, np.ndarray]:
+    """{sample index: log-probs of its response} that this rank has, without an optimizer."""
+    with actor_of(rank, case, folder, trainable=False) as actor:
+        [mini_batch] = plan_of(actor, samples)
+        return by_sample(mini_batch.micro_batches, actor.logprobs(mini_batch.micro_batches))
+
+
+def by_sample(micro_batches: Any, outputs: Any) -> dict[int, np.ndarray]:
+    from luspo_megatron.data.collate import unpack
+
+    logprobs = {}
+    for micro, (values, _) in zip(micro_batches, outputs or (), strict=False):
+        real = [int(i) for i in micro.sample_indices if i >= 0]
+        logprobs.update(zip(real, unpack(values.numpy(), micro), strict=True))
+    return logprobs
+
+
 def one_step(rank: int, case: Case, folder: Any, samples: Any, advantages: np.ndarray, old: list[np.ndarray],
              algorithm: AlgorithmConfig, ref: list[np.ndarray] | None = None) -> dict[str, Any]:
     """Log-probs before, statistics, gradients (without the distributed optimizer) and parameters after one step."""
     import torch
 
     from luspo_megatron.actor.policy_loss import policy_loss
-    from luspo_megatron.data.collate import scatter, unpack
+    from luspo_megatron.data.collate import scatter
 
     with actor_of(rank, case, folder) as actor:
         [mini_batch] = plan_of(actor, samples)
         micro_batches = mini_batch.micro_batches
-        outputs = actor.logprobs(micro_batches)
-        logprobs = {}
-        if outputs is not None:
-            for micro, (values, _) in zip(micro_batches, outputs, strict=True):
-                real = [int(i) for i in micro.sample_indices if i >= 0]
-                logprobs.update(zip(real, unpack(values.numpy(), micro), strict=True))
+        logprobs = by_sample(micro_batches, actor.logprobs(micro_batches))
         gradients = {}
         step = actor.optimizer.step
 

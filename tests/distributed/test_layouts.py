@@ -144,6 +144,11 @@ def close(name: str, got: np.ndarray, want: np.ndarray, tolerance: float) -> Non
 CASES = ([("moe", False, case) for case in MOE] + [("dense", False, case) for case in DENSE]
          + [("dense", True, case) for case in (Case(), Case(world=2, tp=2), Case(world=2, pp=2))]
          + [("moe", True, case) for case in (Case(world=2, tp=2, ep=2), Case(world=4, tp=2, pp=2))]
+         + [("dense", False, Case(world=4, tp=4)), ("qwen2", False, Case(world=4, tp=4))]  # 2 key-value heads
+         + [("qwen2", False, case) for case in (Case(), Case(world=2, tp=2), Case(world=2, pp=2))]
+         + [("qwen2", True, Case(world=4, tp=2, pp=2)), ("llama", True, Case(world=2, pp=2)),
+            ("llama3", False, Case()), ("llama3", False, Case(world=2, tp=2)), ("mistral", False, Case(world=2, tp=2)),
+            ("mistral", False, Case(world=2, pp=2))]
          + [("moe", False, dataclasses.replace(Case(world=2, tp=2, ep=2), recompute="full"))])
 
 

@@ -34,7 +34,7 @@ FLAGS = Path(__file__).with_name("flags.txt")
 COMMANDS = {"train": Config, "sft": SftConfig, "eval": EvalCommandConfig, "export": ExportConfig}
 MOE = Architecture(
     family="qwen3_moe", num_layers=4, hidden=64, num_heads=8, num_kv_heads=2, head_dim=24, ffn=96, vocab_size=128,
-    norm_eps=1e-6, rope_theta=1e6, max_positions=8192, tied=False, num_experts=8, top_k=2, moe_ffn=48,
+    norm_eps=1e-6, rope_theta=1e6, max_positions=8192, tied=False, num_experts=8, top_k=2, moe_ffn=48, qk_norm=True,
 )  # fmt: skip
 DENSE = dataclasses.replace(MOE, family="qwen3", num_experts=0, top_k=0, moe_ffn=0)
 SIZES = {
@@ -509,8 +509,8 @@ def test_the_architecture_of_a_folder(good):
     [
         ("{", "is not valid JSON"),
         ("[]", "holds no JSON object"),
-        ("{}", "architecture (none) is not supported; supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM"),
-        (json.dumps(SIZES | {"architectures": ["LlamaForCausalLM"]}), "LlamaForCausalLM is not supported"),
+        ("{}", "architecture (none) is not supported; supported: LlamaForCausalLM, MistralForCausalLM, Qwen2"),
+        (json.dumps(SIZES | {"architectures": ["GPT2LMHeadModel"]}), "GPT2LMHeadModel is not supported"),
         (json.dumps(SIZES | {"num_hidden_layers": "4", "vocab_size": None}), "num_hidden_layers (found '4'), vocab"),
         (json.dumps(SIZES | {"hidden_act": "gelu"}), "hidden_act=gelu is not supported"),
         (json.dumps(SIZES | {"mlp_only_layers": [0]}), "every layer must be MoE"),

@@ -63,6 +63,7 @@ def test_the_fused_attention_rows_stand_by_key_value_group() -> None:
     want = [0, 1, 2, 3, 4, 5, 100, 101, 102, 200, 201, 202, 6, 7, 8, 9, 10, 11, 103, 104, 105, 203, 204, 205]
     assert fused.split([q, k, v], 1, 0)[:, 0].tolist() == want
     assert fused.split([q, k, v], 2, 1)[:, 0].tolist() == want[12:]
+    assert fused.split([q, k, v], 4, 1)[:, 0].tolist() == want[6:12]  # half a group per rank
 
 
 def test_gate_stands_over_up_on_each_rank() -> None:
@@ -81,7 +82,7 @@ def test_padded_rows_of_the_vocabulary_are_zero_and_few(vocab: int, tp: int) -> 
 
 
 def test_what_does_not_divide_is_an_error() -> None:
-    with pytest.raises(ValueError, match="2 does not divide over 4"):
+    with pytest.raises(ValueError, match="18 does not divide over 4"):
         FusedQKV(2, 3).split([torch.zeros(6, 1)] * 3, 4, 0)
     with pytest.raises(ValueError, match="9 does not divide over 2"):
         Sharded(1).split([torch.zeros(3, 9)], 2, 0)
