@@ -52,7 +52,7 @@ setup(
             "import-linter",
         ],
     },
-    entry_points={"console_scripts": ["luspo = luspo_megatron.cli:main"]},
+    entry_points={"console_scripts": ["luspo = luspo_megatron.cli:command"]},
     classifiers=[
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.12",

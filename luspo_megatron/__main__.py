@@ -1,7 +1,5 @@
 """``python -m luspo_megatron`` is the ``luspo`` command."""
 
-import sys
+from luspo_megatron.cli import command
 
-from luspo_megatron.cli import main
-
-sys.exit(main())
+command()

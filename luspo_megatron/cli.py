@@ -12,12 +12,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from luspo_megatron import __version__, config_checks
 from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, SftConfig
 from luspo_megatron.config_io import load_config
 from luspo_megatron.config_yaml import suggestion
 from luspo_megatron.errors import RunError, UserError
+from luspo_megatron.launch.end import end
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -78,6 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def command() -> NoReturn:
+    """The ``luspo`` command as a process of its own."""
+    end(main())
+
+
 def _dispatch(words: list[str]) -> int:
     if not words:
         print(usage(), file=sys.stderr)
@@ -120,7 +127,3 @@ def _warn(line: str) -> None:
     """One warning, on the first rank only when a launcher has started several."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
         print(f"luspo: warning: {line}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

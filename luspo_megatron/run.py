@@ -11,13 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from luspo_megatron.config_checks import model_facts, resolve_layout
 from luspo_megatron.config_io import load_config, save_config
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.launch import local, stop
+from luspo_megatron.launch.end import end
 from luspo_megatron.report.records import set_aside
 
 
@@ -37,14 +38,14 @@ def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable
         return local.launch(module, str(path), world_size, run_dir)
 
 
-def rank_main(config_class: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> int:
-    """Entry of one rank started by the local launcher: `--config FILE`."""
+def rank_main(config_class: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> NoReturn:
+    """One rank started by the local launcher, from its flags (`--config FILE`) to its end."""
     code = guarded(run, load_config(config_class, sys.argv[1:] if argv is None else argv), every_rank=True)
     if code:
-        # At once: a slow end of the interpreter closes sockets first, and the launcher would see others fail before us.
+        # At once: slow exit functions close sockets first, and the launcher would see others fail before us.
         sys.stdout.flush()
         os._exit(code)
-    return 0
+    end(0)
 
 
 def guarded(run: Callable[[Any], None], config: Any, *, every_rank: bool = False) -> int:

@@ -6,7 +6,6 @@ Read `sft` top to bottom. The loss is the token-mean cross-entropy over the resp
 from __future__ import annotations
 
 import dataclasses
-import sys
 import time
 from typing import Any
 
@@ -126,4 +125,4 @@ def batch_of(count: int, batch_size: int, step: int, seed: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(run.rank_main(SftConfig, sft))
+    run.rank_main(SftConfig, sft)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from luspo_megatron.actor.actor import TrainResult
 from luspo_megatron.algorithm.statistics import reduce_statistics, step_statistics
@@ -56,5 +57,19 @@ def step_metrics(samples: Sequence[Sample], advantages: np.ndarray, results: Seq
             metrics[ours] = updates[theirs]
     return metrics | {
         "gradient_norm": float(np.mean([result.gradient_norm for result in results])), "lr": lr,
-        "num_updates": len(results), "tokens": sum(s.num_tokens for s in samples), "weight_version": weight_version,
+        "num_updates": len(results), "rollout_digest": rollout_digest(samples),
+        "tokens": sum(s.num_tokens for s in samples), "weight_version": weight_version,
     }
+
+
+def rollout_digest(samples: Sequence[Sample]) -> int:
+    """48 bits (exact as a float) over every prompt and response token of the step, in order.
+
+    Equal digests mean the same rollout: a resumed run compares with an uninterrupted one, sample for sample, from
+    metrics.jsonl alone.
+    """
+    digest = xxhash.xxh3_64()
+    for sample in samples:
+        for ids in (sample.prompt_ids, sample.response_ids):
+            digest.update(np.asarray([len(ids), *ids], np.int64).tobytes())
+    return digest.intdigest() & (2**48 - 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -153,4 +152,4 @@ def export_policy(config: Config | SftConfig, actor: Any, ranks: Any) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(run.rank_main(Config, train))
+    run.rank_main(Config, train)

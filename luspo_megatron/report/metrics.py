@@ -83,6 +83,8 @@ METRICS: dict[str, MetricSpec] = {spec.name: spec for spec in (
     MetricSpec("tokens", "tokens", "Prompt and response tokens of the step", "sum over the step's samples", "d"),
     MetricSpec("tokens_per_second", "tokens/s", "Tokens of the step over its seconds",
                "all ranks together, evaluation and checkpoint not counted", ".0f"),
+    MetricSpec("rollout_digest", "", "Digest of the step's prompt and response tokens",
+               "every token, in order", "d"),
     MetricSpec("weight_version", "", "Version of the weights that the step left in the engines", "count", "d"),
     MetricSpec("seconds/rollout", "s", "Generation", _WALL, ".2f"),
     MetricSpec("seconds/reward", "s", "Reward workers", _WALL, ".2f"),

@@ -97,7 +97,7 @@ class Command:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             env.pop(name, None)
         with (scratch / "stdout").open("wb") as out, (scratch / "stderr").open("wb") as err:
-            self.process = subprocess.Popen([sys.executable, "-m", "luspo_megatron.cli", *arguments], stdout=out,
+            self.process = subprocess.Popen([sys.executable, "-m", "luspo_megatron", *arguments], stdout=out,
                                             stderr=err, stdin=subprocess.DEVNULL, env=env, cwd=ROOT,
                                             start_new_session=True)
 

@@ -26,6 +26,7 @@ def test_the_straight_run_learns_something_and_counts_on(straight: Run) -> None:
     metrics = rows(straight.dir)
     assert all(2 < row["response_length_mean"] < 11 for row in metrics), "lengths must differ for the loss to weigh"
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    assert len({row["rollout_digest"] for row in metrics}) == STEPS  # every token of a step; resumed rows must match it
     assert [row["weight_version"] for row in metrics] == [2, 3, 4, 5, 6, 7]
     assert all(row["num_updates"] == 2 and row["gradient_norm"] > 1e-3 for row in metrics)
     assert any(row["clip_fraction_positive"] > 0 or row["clip_fraction_negative"] > 0 for row in metrics)
