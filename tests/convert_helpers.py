@@ -15,13 +15,14 @@ from luspo_megatron.weights.table import WeightTable
 SIZES = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
          "intermediate_size": 96, "vocab_size": 301, "rms_norm_eps": 1e-6, "max_position_embeddings": 256}
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
+NAMES = {"dense": "Qwen3", "moe": "Qwen3Moe", "qwen2": "Qwen2", "llama": "Llama", "mistral": "Mistral"}
+OWN: dict[str, dict[str, Any]] = {"moe": MOE, "mistral": {"sliding_window": None}}
 
 
 def config_json(kind: str, *, tied: bool = False, dtype: str = "float32", **changes: Any) -> dict[str, Any]:
-    name = "Qwen3ForCausalLM" if kind == "dense" else "Qwen3MoeForCausalLM"
-    return {"architectures": [name], "model_type": "qwen3" if kind == "dense" else "qwen3_moe", "dtype": dtype,
+    return {"architectures": [f"{NAMES[kind]}ForCausalLM"], "dtype": dtype,
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "tie_word_embeddings": tied, **SIZES,
-            **(MOE if kind == "moe" else {}), **changes}
+            **OWN.get(kind, {}), **changes}
 
 
 def table_of(folder: Path) -> WeightTable:

@@ -70,8 +70,8 @@ def hf_to_megatron(argv: Sequence[str] | None = None) -> int:
         from luspo_megatron.convert.to_megatron import Layout, convert
 
         layout = Layout(args.tp, args.pp, args.ep, args.etp)
-        return convert(args.hf, args.out, layout, dtype=args.dtype, workers=_workers(args), resume=args.resume,
-                       quiet=args.quiet)
+        return convert(args.hf, args.out, layout, dtype=args.dtype, family=args.family,
+                       workers=_workers(args), resume=args.resume, quiet=args.quiet)
 
     return _conversion(parser, argv, run)
 
@@ -93,7 +93,7 @@ def megatron_to_hf(argv: Sequence[str] | None = None) -> int:
         from luspo_megatron.convert.to_hf import convert
 
         return convert(args.megatron, args.out, hf_config=args.hf_config, shard_bytes=args.shard_size, dtype=args.dtype,
-                       workers=_workers(args), resume=args.resume, quiet=args.quiet)
+                       family=args.family, workers=_workers(args), resume=args.resume, quiet=args.quiet)
 
     return _conversion(parser, argv, run)
 
@@ -104,6 +104,7 @@ def verify(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("a", metavar="A", help="Hugging Face folder or Megatron checkpoint")
     parser.add_argument("b", metavar="B", nargs="?", help="another one; without it A is only checked by itself")
     parser.add_argument("--hf-config", metavar="DIR", help="config.json for a checkpoint that has none")
+    _family(parser)
     parser.add_argument("--logits", action="store_true", help="also run a forward of both sides on the same tokens "
                         "(transformers and megatron-core, float32, one process)")
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per CPU, at most 8)")
@@ -115,11 +116,12 @@ def verify(argv: Sequence[str] | None = None) -> int:
 
         if args.logits and args.b is None:
             raise UserError("--logits compares two checkpoints; name a second one")
-        report = compare(args.a, args.b, hf_config=args.hf_config, workers=_workers(args), quiet=args.quiet)
+        report = compare(args.a, args.b, hf_config=args.hf_config, family=args.family, workers=_workers(args),
+                         quiet=args.quiet)
         if args.logits and not report.problems:
             from luspo_megatron.convert.logits import compare_logits
 
-            compare_logits(args.a, args.b, args.hf_config, report)
+            compare_logits(args.a, args.b, args.hf_config, args.family, report)
         for note in report.notes:
             print(note)
         if report.problems:
@@ -138,9 +140,15 @@ def _parser(name: str, what: str, examples: str) -> argparse.ArgumentParser:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="convert to this dtype (default: as stored)")
+    _family(parser)
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per CPU, at most 8)")
     parser.add_argument("--resume", action="store_true", help="go on with an interrupted conversion (OUT.partial)")
     parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _family(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--family", default="", metavar="NAME", help="model.family, where config.json does not say it: "
+                        "a known one, or module:attribute (a converted folder remembers it)")
 
 
 def _workers(args: Any) -> int:

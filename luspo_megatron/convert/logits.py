@@ -20,9 +20,9 @@ TOLERANCE = 2e-4
 """Largest difference of two logits, as a share of the largest logit; float32 summation order gives about 1e-5."""
 
 
-def compare_logits(a: str, b: str, hf_config: str | None, report: Report) -> None:
+def compare_logits(a: str, b: str, hf_config: str | None, family: str, report: Report) -> None:
     """Adds a note with the largest difference, and a problem where it is above TOLERANCE."""
-    sides = [open_checkpoint(path, hf_config) for path in (a, b)]
+    sides = [open_checkpoint(path, hf_config, family) for path in (a, b)]
     sequences = make_sequences(sides[0].arch.vocab_size)
     # transformers first: the actor's CPU platform changes torch for the whole process
     order = sorted(range(2), key=lambda i: sides[i].kind)
@@ -49,7 +49,9 @@ def make_sequences(vocab_size: int) -> list[list[int]]:
 def hf_logits(side: Checkpoint, sequences: list[list[int]]) -> list[Tensor]:
     """[tokens, vocabulary] per sequence."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(side.path, dtype=torch.float32, local_files_only=True).eval()
     with torch.no_grad():
         return [model(input_ids=torch.tensor([ids])).logits[0] for ids in sequences]
@@ -65,7 +67,8 @@ def actor_logits(side: Checkpoint, sequences: list[list[int]]) -> list[Tensor]:
     from luspo_megatron.parallel import ParallelLayout
 
     run.quiet_libraries()
-    model = ModelConfig(hf=str(side.config_folder), megatron=str(side.weights), dtype="float32")
+    model = ModelConfig(hf=str(side.config_folder), megatron=str(side.weights), family=side.arch.family,
+                        dtype="float32")
     ranks = join(ParallelLayout(), seed=0, store=dist.HashStore(), rank=0)
     try:
         actor = run.build_actor(ranks, model, ParallelConfig(), OptimizerConfig(), BatchConfig(), trainable=False)

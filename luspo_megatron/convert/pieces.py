@@ -34,7 +34,8 @@ class Region:
 class Piece:
     """One region and its Hugging Face side: rows [start, stop) of `names[0]`, or several whole tensors that are fused.
 
-    `padding` rows of zeros follow in the region (the vocabulary's).
+    `padding` rows of zeros follow in the region (the vocabulary's). `whole`: the row's layout says how the tensors
+    make the region; otherwise the region is the rows as they are.
     """
 
     row: Row
@@ -43,10 +44,11 @@ class Piece:
     stop: int
     padding: int
     region: Region
+    whole: bool
 
     def to_megatron(self, tensors: list[Tensor]) -> Tensor:
         """Hugging Face blocks -> a contiguous tensor of region.shape."""
-        value = tensors[0] if len(self.names) == 1 else self.row.layout.split(tensors, 1, 0)
+        value = self.row.layout.split(tensors, 1, 0) if self.whole else tensors[0]
         if self.padding:
             value = torch.cat([value, value.new_zeros((self.padding, *value.shape[1:]))])
         return value.contiguous().reshape(self.region.shape)
@@ -54,7 +56,7 @@ class Piece:
     def to_hf(self, value: Tensor) -> list[Tensor]:
         """The inverse."""
         value = value.reshape(value.shape[len(self.region.shape) - self.rank :])
-        if len(self.names) > 1:
+        if self.whole:
             return [t.contiguous() for t in self.row.layout.merge([value])]
         return [value[: self.stop - self.start].contiguous()]
 
@@ -107,12 +109,11 @@ class PieceMap:
         at = tuple(i for i in (entry.layer, entry.expert) if i >= 0)
         key, shape = self.key(row), self._shape(row)
 
-        def piece(names: tuple[str, ...], start: int, stop: int, first: int, rows: int) -> Piece:
-            region = Region(key, (*at, first, *(0 for _ in shape[1:])), (*(1 for _ in at), rows, *shape[1:]))
-            return Piece(row, names, start, stop, rows - (stop - start) if len(names) == 1 else 0, region)
+        def region(first: int, rows: int) -> Region:
+            return Region(key, (*at, first, *(0 for _ in shape[1:])), (*(1 for _ in at), rows, *shape[1:]))
 
         if not isinstance(layout, Replicated | Sharded | Vocab | GateUp):
-            yield piece(entry.hf_names, 0, row.shapes[0][0], 0, shape[0])
+            yield Piece(row, entry.hf_names, 0, row.shapes[0][0], 0, region(0, shape[0]), whole=True)
             return
         first = 0
         for name, hf_shape in entry.hf_tensors:
@@ -121,7 +122,7 @@ class PieceMap:
                 stop = min(start + step, hf_shape[0])
                 is_last = stop == hf_shape[0]
                 rows = shape[0] - first if is_last and isinstance(layout, Vocab) else stop - start
-                yield piece((name,), start, stop, first, rows)
+                yield Piece(row, (name,), start, stop, rows - (stop - start), region(first, rows), whole=False)
                 first += rows
 
     def nbytes(self, entry: Entry, itemsize: int) -> int:

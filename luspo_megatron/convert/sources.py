@@ -96,10 +96,10 @@ class Checkpoint:
         return sum(self.pieces.nbytes(e, self.source.dtype(e).itemsize) for e in self.pieces.entries)
 
 
-def open_checkpoint(path: str | Path, hf_config: str | Path | None = None) -> Checkpoint:
+def open_checkpoint(path: str | Path, hf_config: str | Path | None = None, family: str = "") -> Checkpoint:
     """A Hugging Face folder, a converted folder, a training checkpoint (step-000010), a run folder, or a bare
-    torch_dist folder. UserError where it is none of these, CheckpointError where its tensors are not those of its
-    config.json."""
+    torch_dist folder. `family` is model.family; a Megatron checkpoint remembers its own. UserError where it is none of
+    these, CheckpointError where its tensors are not those of its config.json."""
     path = Path(path)
     if not path.is_dir():
         raise UserError(f"{path}: no such folder")
@@ -108,12 +108,12 @@ def open_checkpoint(path: str | Path, hf_config: str | Path | None = None) -> Ch
         if not any(path.glob("*.safetensors")):
             raise UserError(f"{path}: neither a Hugging Face folder (*.safetensors) nor a Megatron checkpoint "
                             "(dist/.metadata)")
-        arch = read_architecture(path)
+        arch = read_architecture(path, family)
         table = WeightTable(arch)
         pieces = PieceMap(table, padded_vocab(arch.vocab_size, 1))
         return Checkpoint(path, "huggingface", path, arch, table, pieces, HfSource(path, table), path)
     config_folder = Path(hf_config) if hf_config else _config_of(weights)
-    arch = read_architecture(config_folder)
+    arch = read_architecture(config_folder, family or _model_of(weights).get("family", ""))
     table = WeightTable(arch)
     source = MegatronSource(weights, table)
     return Checkpoint(path, "megatron", config_folder, arch, table, source.pieces, source, weights)
@@ -133,13 +133,18 @@ def _config_of(weights: Path) -> Path:
     for folder in (weights, weights.parent):
         if (folder / "config.json").is_file():
             return folder
-    state = weights.parent / "state.json"
-    known = json.loads(state.read_text()).get("model", {}).get("hf") if state.is_file() else None
+    known = _model_of(weights).get("hf")
     if not known or not (Path(known) / "config.json").is_file():
         seen = f" (its state.json names {known})" if known else ""
         raise UserError(f"{weights.parent}: no config.json{seen}; name the folder of the Hugging Face model with "
                         "--hf-config")
     return Path(known)
+
+
+def _model_of(weights: Path) -> dict[str, Any]:
+    """What the state.json of a training checkpoint or of a converted folder says of the model."""
+    state = weights.parent / "state.json"
+    return json.loads(state.read_text()).get("model", {}) if state.is_file() else {}
 
 
 class Hashes:

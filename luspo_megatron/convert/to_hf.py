@@ -91,7 +91,8 @@ def write_entries(context: _Context, shard: int, first: int, last: int) -> dict[
 
 
 def convert(megatron: str | Path, out: str | Path, *, hf_config: str | Path | None = None, shard_bytes: int = 5 * 10**9,
-            dtype: str | None = None, workers: int = 1, resume: bool = False, quiet: bool = False) -> Summary:
+            dtype: str | None = None, family: str = "", workers: int = 1, resume: bool = False,
+            quiet: bool = False) -> Summary:
     """Writes `out`, complete and verified, or raises (UserError, CheckpointError) and leaves OUT.partial."""
     out, summary = Path(out).absolute(), Summary()
     if resume and is_complete(out):
@@ -99,14 +100,14 @@ def convert(megatron: str | Path, out: str | Path, *, hf_config: str | Path | No
     if shard_bytes < 1:
         raise UserError(f"--shard-size {shard_bytes}: must be positive")
     with summary.phase("read metadata"):
-        source = open_checkpoint(megatron, hf_config)
+        source = open_checkpoint(megatron, hf_config, family)
         if source.kind != "megatron":
             raise UserError(f"{megatron}: is a Hugging Face folder; --megatron takes a Megatron checkpoint")
         summary.warnings = check_companions(source.config_folder, source.arch)
         dtypes = target_dtypes(source.source, source.pieces, dtype)
         shards = plan_shards(source.pieces, dtypes, shard_bytes)
     plan = {"source": str(source.weights.absolute()), "files": source_files(source.weights), "dtype": dtype,
-            "shard_size": shard_bytes, "config": str(source.config_folder.absolute())}
+            "shard_size": shard_bytes, "config": str(source.config_folder.absolute()), "family": source.arch.family}
     with disk_errors(out), Workspace(out, plan, resume=resume) as space:
         with summary.phase("convert"):
             context = _Context(source.source, source.pieces, dtypes, shards, space.out)

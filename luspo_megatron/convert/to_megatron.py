@@ -105,14 +105,14 @@ def write_file(context: _Context, name: str) -> dict[str, Any]:
     return {"chunks": file.records, "hashes": hashes.digests()}
 
 
-def convert(hf: str | Path, out: str | Path, layout: Layout, *, dtype: str | None = None, workers: int = 1,
-            resume: bool = False, quiet: bool = False) -> Summary:
+def convert(hf: str | Path, out: str | Path, layout: Layout, *, dtype: str | None = None, family: str = "",
+            workers: int = 1, resume: bool = False, quiet: bool = False) -> Summary:
     """Writes `out`, complete and verified, or raises (UserError, CheckpointError) and leaves OUT.partial."""
     out, summary = Path(out).absolute(), Summary()
     if resume and is_complete(out):
         return summary
     with summary.phase("read headers"):
-        source = open_checkpoint(hf)
+        source = open_checkpoint(hf, family=family)
         if source.kind != "huggingface":
             raise UserError(f"{hf}: is a Megatron checkpoint; --hf takes a Hugging Face folder")
         layout.require(source.arch)
@@ -125,7 +125,7 @@ def convert(hf: str | Path, out: str | Path, layout: Layout, *, dtype: str | Non
                              if dtype is None and said != main]
         files = plan_files(pieces, layout, max(d.itemsize for d in dtypes.values()))
     plan = {"source": str(source.path.absolute()), "files": source_files(source.path), "dtype": dtype,
-            "layout": dataclasses.asdict(layout)}
+            "family": family, "layout": dataclasses.asdict(layout)}
     with disk_errors(out), Workspace(out, plan, resume=resume) as space:
         dist = space.out / "dist"
         dist.mkdir(exist_ok=True)
@@ -139,7 +139,7 @@ def convert(hf: str | Path, out: str | Path, layout: Layout, *, dtype: str | Non
         with summary.phase("verify"):
             check_written(MegatronSource(dist, source.table), pieces, hashes, space.partial, workers, "verify", quiet)
         write_manifest(space.out, "megatron", pieces, dtypes, hashes, carried, dataclasses.asdict(layout))
-        _write_state(space.out, out, layout, main)
+        _write_state(space.out, out, layout, main, family)
         space.publish()
     return summary
 
@@ -166,9 +166,10 @@ def _convert(context: _Context, space: Workspace, summary: Summary, workers: int
     return {name: space.recorded(name) for name in parts}
 
 
-def _write_state(folder: Path, final: Path, layout: Layout, dtype: str) -> None:
+def _write_state(folder: Path, final: Path, layout: Layout, dtype: str, family: str) -> None:
     """What actor/checkpoint.py reads of a checkpoint, for a policy that has not been trained yet."""
     state = {"step": 0, "updates": 0, "weight_version": 1, "converted": True,
-             "model": {"hf": str(final), "dtype": dtype if dtype in ("float32", "bfloat16") else "float32"},
+             "model": {"hf": str(final), "family": family,
+                       "dtype": dtype if dtype in ("float32", "bfloat16") else "float32"},
              "layout": dataclasses.asdict(layout)}
     write_durably(folder / "state.json", json.dumps(state, indent=1).encode())

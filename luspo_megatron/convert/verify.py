@@ -45,11 +45,11 @@ def hash_in(context: list[tuple[Source, PieceMap]], which: int, cast: dict[int, 
     return which, stored, common
 
 
-def verify(a: str | Path, b: str | Path | None = None, *, hf_config: str | Path | None = None, workers: int = 1,
-           quiet: bool = False) -> Report:
+def verify(a: str | Path, b: str | Path | None = None, *, hf_config: str | Path | None = None, family: str = "",
+           workers: int = 1, quiet: bool = False) -> Report:
     """Every tensor of `a` and `b` read once. Opening them already checks names, shapes, index and file sizes."""
     report = Report()
-    sides = [open_checkpoint(path, hf_config) for path in (a, b) if path is not None]
+    sides = [open_checkpoint(path, hf_config, family) for path in (a, b) if path is not None]
     if len(sides) == 2 and (wrong := config_problems(*sides)):
         report.problems += [f"{a} and {b}: config.json differs: {line}" for line in wrong]
         return report

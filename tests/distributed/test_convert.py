@@ -25,10 +25,12 @@ LOADED = {
     "moe": [Case(), Case(world=4, tp=2, pp=2, ep=2), Case(world=4, tp=2, ep=2, etp=2), Case(world=4, ep=4),
             Case(world=2, pp=2)],
     "dense": [Case(), Case(world=4, tp=2, pp=2), Case(world=4, pp=4)],
+    "qwen2": [Case(), Case(world=2, tp=2)], "llama": [Case(world=2, tp=2), Case(world=2, pp=2)],
+    "mistral": [Case(), Case(world=4, tp=2, pp=2)],
 }
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", LOADED)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_loads_under_other_layouts(kind: str, tied: bool, tmp_path: Path) -> None:
     """Every shard is bit for bit what the actor reads from the Hugging Face folder itself."""

@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from luspo_megatron.convert.to_hf import convert as to_hf
+from luspo_megatron.convert.to_megatron import Layout, convert
 from luspo_megatron.errors import UserError
 from luspo_megatron.preflight import check_weights
 from luspo_megatron.weights.architecture import FAMILIES, RopeScaling, parse_architecture, read_architecture
 from luspo_megatron.weights.table import WeightTable
 from tests.distributed.actor_jobs import Case, actor_of, assemble, checkpoint_keys
+from tests.distributed.convert_jobs import weights_twice
 from tests.distributed.test_layouts import Reference, close, run
 from tests.tiny import config_of, samples_of, save_model
 from tests.workers import pool
@@ -87,6 +90,22 @@ def test_export_and_push(kind: str, tied: bool, family: str, outside: Path, tmp_
     assert different == [[], []]
     check_weights(str(out), family)  # what `luspo train` asks before it starts
     want, got = tensors_of(folder), tensors_of(out)
+    assert set(got) == set(want)
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+def test_a_family_from_outside_converts(outside: Path, tmp_path: Path) -> None:
+    """Its one tensor is put into megatron's order (q, k, v by group), and back; the folder remembers the family."""
+    folder = save_model(tmp_path / "model", "phi3")
+    convert(folder, tmp_path / "m", Layout(tp=2, pp=2), family=OUTSIDE, workers=1, quiet=True)
+    case = Case(world=2, tp=2, family=OUTSIDE)
+    for first, second in pool(2).run(weights_twice, case, folder, tmp_path / "m"):
+        assert first.keys() == second.keys() and any("linear_qkv" in name for name in first)
+        for name in first:
+            np.testing.assert_array_equal(first[name][2], second[name][2], err_msg=name)
+    to_hf(tmp_path / "m", tmp_path / "back", workers=1, quiet=True)
+    want, got = tensors_of(folder), tensors_of(tmp_path / "back")
     assert set(got) == set(want)
     for name, value in want.items():
         np.testing.assert_array_equal(got[name], value, err_msg=name)

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from luspo_megatron.convert.commands import hf_to_megatron, megatron_to_hf
 from luspo_megatron.types import Sample
+from tests.convert_helpers import same_bits, tensors_of
 from tests.distributed.actor_jobs import Case, logprobs_of
 from tests.workers import pool
 
@@ -94,3 +96,17 @@ def test_logprobs_of_real_texts(case: Case, model: Path, reference: Any) -> None
     worst = max(float(np.abs(found[i] - want).max()) for i, want in enumerate(wanted))
     print(f"{case.layout}: largest difference {worst:.1e} over {sum(map(len, wanted))} tokens")
     assert worst <= 1e-4
+
+
+def test_conversion_there_and_back(model: Path, tmp_path: Path) -> None:
+    """Bit for bit at TP3 x PP2, and transformers and the actor compute the same logits from the two sides."""
+    middle, back = tmp_path / "megatron", tmp_path / "back"
+    common = ["--workers", "2", "--quiet"]
+    assert hf_to_megatron(["--hf", str(model), "--out", str(middle), "--tp", "3", "--pp", "2", *common]) == 0
+    assert megatron_to_hf(["--megatron", str(middle), "--out", str(back), "--shard-size", "200MB", *common]) == 0
+    same_bits(tensors_of(back), tensors_of(model))
+    # a process of its own: the actor's CPU platform changes torch for the whole process
+    script = REPOSITORY / "tools/checkpoint_convert/verify.py"
+    done = subprocess.run([sys.executable, str(script), str(model), str(middle), "--logits"], capture_output=True,
+                          text=True, timeout=280)
+    assert done.returncode == 0 and "the same greedy choices" in done.stdout, done.stderr

@@ -35,7 +35,10 @@ def there_and_back(hf: Path, folder: Path, layout: Layout, **options: object) ->
 
 @pytest.mark.parametrize(("kind", "tied", "dtype", "layout"), [
     ("moe", False, "float32", SAVED), ("moe", True, "bfloat16", Layout(ep=4)), ("dense", False, "bfloat16", Layout()),
-    ("dense", True, "float32", Layout(tp=2, pp=4))], ids=str)
+    ("dense", True, "float32", Layout(tp=2, pp=4)), ("qwen2", True, "bfloat16", Layout(tp=2, pp=2)),
+    ("qwen2", False, "float32", Layout()), ("llama", True, "float32", Layout(tp=2)),
+    ("llama", False, "bfloat16", Layout(pp=2)), ("mistral", False, "bfloat16", Layout(tp=2, pp=2)),
+    ("mistral", True, "float32", Layout())], ids=str)
 def test_round_trip(kind: str, tied: bool, dtype: str, layout: Layout, tmp_path: Path) -> None:
     hf = make_hf(tmp_path / "hf", kind, tied=tied, dtype=dtype, files=3)
     back = there_and_back(hf, tmp_path, layout, shard_bytes=100_000)
