@@ -19,8 +19,9 @@ from luspo_megatron.config_io import save_config
 from luspo_megatron.ranks import Ranks
 from luspo_megatron.report.environment import write_environment
 from luspo_megatron.report.html import write_report
-from luspo_megatron.report.metrics import MetricSinks
+from luspo_megatron.report.metrics import METRICS_FILE, MetricSinks
 from luspo_megatron.report.progress import Phase, Progress
+from luspo_megatron.report.records import read_lines
 from luspo_megatron.report.summary import RunSummary, evaluations, print_summary, write_summary
 from luspo_megatron.report.watch import MetricWatch
 from luspo_megatron.rollout.client import ControllerClient
@@ -46,6 +47,7 @@ class Desk:
             run_dir = Path(config.run.dir)
             self._progress = Progress(max(0, config.run.steps - state["step"]), run_dir=run_dir)
             if resumed:
+                self._watch.recall(read_lines(run_dir / METRICS_FILE)[0])
                 self._progress.message(f"resuming after step {state['step']}")
             self._progress.message(f"layout {ranks.layout}, {ranks.layout.world_size} trainer processes; run folder "
                                    f"{run_dir}; starting engines")

@@ -12,6 +12,7 @@ from luspo_megatron.actor.actor import TrainResult
 from luspo_megatron.algorithm.statistics import reduce_statistics, step_statistics
 from luspo_megatron.data.collate import unpack
 from luspo_megatron.ranks import Ranks
+from luspo_megatron.report.metrics import STATISTICS_NAMES
 from luspo_megatron.types import MiniBatch, Sample
 
 
@@ -31,25 +32,19 @@ def step_metrics(samples: Sequence[Sample], advantages: np.ndarray, results: Seq
                  old_logprobs: dict[int, np.ndarray], *, lr: float, weight_version: int) -> dict[str, Any]:
     """Metrics by the names of report/metrics.py, all but timings. Rank 0 only."""
     order = range(len(samples))
-    clipped = np.zeros(len(samples))
+    clipped, token_weights = np.zeros(len(samples)), np.zeros(len(samples))
     for result in results:  # with several epochs a sample counts by its last update
-        for index, value in result.per_sample.get("clipped", {}).items():
-            clipped[index] = value
+        for name, values in (("clipped", clipped), ("token_weight", token_weights)):
+            for index, value in result.per_sample.get(name, {}).items():
+                values[index] = value
     rollout = step_statistics(
         lengths=[len(s.response_ids) for s in samples], rewards=[s.reward for s in samples],
         correct=[s.correct for s in samples], truncated=[s.truncated for s in samples],
         group_ids=[s.group_id for s in samples], advantages=advantages, clipped=clipped,
+        token_weights=token_weights,
         rollout_logprobs=[s.rollout_logprobs for s in samples], old_logprobs=[old_logprobs[i] for i in order])
     updates = reduce_statistics([result.sums for result in results], mini_batches=len(results))
-    names = {
-        "reward_mean": "reward_mean", "pass_rate": "accuracy", "response_length_mean": "length_mean",
-        "response_length_p95": "length_p95", "response_length_correct": "length_mean_correct",
-        "response_length_wrong": "length_mean_wrong", "truncated_fraction": "truncated_fraction",
-        "zero_variance_fraction": "zero_variance_fraction", "clip_fraction_short": "clip_fraction_short",
-        "clip_fraction_long": "clip_fraction_long", "kl_rollout": "kl_rollout_k3",
-        "logprob_max_diff": "logprob_difference_max",
-    }
-    metrics: dict[str, Any] = {ours: rollout[theirs] for ours, theirs in names.items() if theirs in rollout}
+    metrics: dict[str, Any] = {ours: rollout[theirs] for ours, theirs in STATISTICS_NAMES.items() if theirs in rollout}
     for ours, theirs in (("clip_fraction_positive",) * 2, ("clip_fraction_negative",) * 2, ("loss",) * 2,
                          ("kl_ref", "kl_ref_mean"), ("entropy", "entropy_mean"), ("ratio_mean",) * 2,
                          ("ratio_deviation_mean",) * 2, ("overflow_fraction",) * 2):

@@ -99,6 +99,14 @@ class _Units:
     overflow: Tensor
     advantage: Tensor
     counted: Tensor
+    limits: tuple[float, float] | None = None
+
+    def reach(self) -> Tensor:
+        """d surrogate / d log-prob per unit of advantage: the ratio, 0 where the clip or the overflow stops it; the cut
+        ratio of the detached kind (its ``limits``), which stops nothing. 0 for units that do not count."""
+        if self.limits is not None:
+            return zero_where_not(self.counted, self.ratio.clamp(*self.limits))
+        return zero_where_not(self.counted & ~self.clipped & ~self.overflow, self.ratio)
 
     def sums(self) -> Statistics:
         positive, negative = self.advantage > 0, self.advantage < 0
@@ -130,7 +138,8 @@ def _units(
     else:
         clipped = (above & (advantage > 0)) | (below & (advantage < 0))
         surrogate = torch.where(clipped, ratio.detach().clamp(1 - low, 1 + high), ratio) * advantage
-    return _Units(surrogate, ratio.detach(), clipped, counted & (log_ratio > MAX_LOG_RATIO), advantage, counted)
+    limits = (1 - low, 1 + high) if row.clip == "detached" else None
+    return _Units(surrogate, ratio.detach(), clipped, counted & (log_ratio > MAX_LOG_RATIO), advantage, counted, limits)
 
 
 def _k3(d: Tensor) -> Tensor:
@@ -204,8 +213,10 @@ def policy_objective(
     over the sequence at sequence importance. The length weight of LUSPO stays n_i; all ones change nothing.
 
     Returns (loss, statistics). Statistics are detached float64 sums, to be added over micro-batches and ranks and then
-    divided (a *unit* is a token or a sequence, whatever carries the ratio), and two [n_seq] arrays: ``seq_ratio`` s_i
-    and ``clipped``, the fraction of the sequence's units that was clipped.
+    divided (a *unit* is a token or a sequence, whatever carries the ratio), and three [n_seq] arrays: ``seq_ratio`` s_i,
+    ``clipped``, the fraction of the sequence's units that was clipped, and ``token_weight``, what one unit of advantage
+    weighs on a response token: the mean over the tokens of ``|dJ/dlogp_t| / |A_i|`` times the denominator (without
+    rollout weights), so LUSPO's is s_i and GSPO's s_i / n_i where not clipped.
 
     Raises ValueError for shapes or counts that do not fit, UserError for an unknown objective.
     """
@@ -266,6 +277,7 @@ def policy_objective(
             "kl_old": _k3(-log_ratio).sum(),
             "seq_ratio": seq_log_ratio.clamp(max=MAX_LOG_RATIO).exp(),
             "clipped": clipped,
+            "token_weight": token_weight * (units.reach() if at_sequence else packed.mean(units.reach())),
             **units.sums(),
         }
     statistics = {name: value.detach().double() for name, value in extra.items()}

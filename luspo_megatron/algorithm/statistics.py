@@ -32,7 +32,7 @@ METRICS: dict[str, tuple[str, str | None]] = {
     "response_length_mean": ("response_tokens", "sequences"),
 }
 
-PER_SEQUENCE = ("seq_ratio", "clipped")
+PER_SEQUENCE = ("seq_ratio", "clipped", "token_weight")
 """Statistics of objectives.py that are [n_seq] arrays, not sums."""
 
 
@@ -71,6 +71,7 @@ def step_statistics(
     group_ids: ArrayLike,
     advantages: ArrayLike,
     clipped: ArrayLike | None = None,
+    token_weights: ArrayLike | None = None,
     rollout_logprobs: Sequence[ArrayLike] | None = None,
     old_logprobs: Sequence[ArrayLike] | None = None,
 ) -> dict[str, float]:
@@ -80,7 +81,8 @@ def step_statistics(
     ``rollout_logprobs`` and ``old_logprobs`` one array of response log-probs per sample. KL is KL(rollout || old),
     estimated on the sampled tokens: k1 = mean(rollout - old), k3 = mean(e^d - d - 1) with d = old - rollout.
     Short and long are the halves at the median length of the sequences that had a gradient (advantage not 0, not
-    empty); the clip fractions count these only.
+    empty); the clip fractions count these only. ``token_weights`` (objectives.py) give the weights by length quartile
+    and ``length_drift``.
     """
     length = np.asarray(lengths, np.float64)
     reward, advantage = np.asarray(rewards, np.float64), np.asarray(advantages, np.float64)
@@ -101,7 +103,11 @@ def step_statistics(
         metrics["zero_variance_groups"] = float(sum(silent))
         metrics["zero_variance_fraction"] = float(np.mean(silent))
     if clipped is not None:
-        metrics.update(_clip_fractions(np.asarray(clipped, np.float64), length, advantage))
+        active = 1 - np.asarray(clipped, np.float64)
+        metrics.update(_clip_fractions(1 - active, length, advantage))
+        _mean(metrics, "drift_kappa", (advantage * active)[length > 0])
+    if token_weights is not None:
+        metrics.update(_length_weights(np.asarray(token_weights, np.float64), length, advantage))
     if rollout_logprobs is not None and old_logprobs is not None:
         metrics.update(_rollout_kl(rollout_logprobs, old_logprobs))
     return metrics
@@ -121,6 +127,33 @@ def _clip_fractions(
         _mean(metrics, f"clip_fraction_{sign}_long", clipped[acting & signed & ~short])
     _mean(metrics, "clip_fraction_short", clipped[acting & short])
     _mean(metrics, "clip_fraction_long", clipped[acting & ~short])
+    return metrics
+
+
+def _length_weights(
+    weight: NDArray[np.float64], length: NDArray[np.float64], advantage: NDArray[np.float64]
+) -> dict[str, float]:
+    """The weight of a token by length quartile, and the push on the length.
+
+    ``token_weight_q1`` (shortest quarter of the acting sequences) to ``q4``: mean weight of a token there over the mean
+    weight of all their tokens, clipped ones with 0. Without length bias all four are near 1.
+
+    ``length_drift`` is the mean of ``A_i u_i (1 - n_i / mean n)``: the slope of J in the stop logit if every token
+    stopped with the same probability (see `analytic_length_drift`). Positive: responses shrink. It holds everything
+    that moves the length, a reward that depends on it too, in units of the objective's weights.
+    """
+    acting = (length > 0) & (advantage != 0)
+    if not acting.any() or not (weight * length)[acting].any():
+        return {}
+    overall = float((weight * length)[acting].sum() / length[acting].sum())
+    quarter = np.searchsorted(np.quantile(length[acting], (0.25, 0.5, 0.75)), length)  # a tie goes to the shorter side
+    metrics: dict[str, float] = {}
+    for index in range(4):
+        inside = acting & (quarter == index)
+        if inside.any():
+            tokens = length[inside].sum()
+            metrics[f"token_weight_q{index + 1}"] = float((weight * length)[inside].sum() / tokens / overall)
+    metrics["length_drift"] = float((advantage * weight * (1 - length / length[length > 0].mean()))[length > 0].mean())
     return metrics
 
 

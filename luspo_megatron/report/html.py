@@ -20,6 +20,7 @@ from luspo_megatron.errors import UserError
 from luspo_megatron.report.binning import number
 from luspo_megatron.report.charts import CHARTS, OTHER, figure, phase_title, timing_figure, with_other
 from luspo_megatron.report.environment import read_environment
+from luspo_megatron.report.length_change import WINDOW, describe, length_change
 from luspo_megatron.report.metrics import METRICS, METRICS_FILE, PHASES, SAMPLES_FILE, format_metric
 from luspo_megatron.report.page_style import STYLE
 from luspo_megatron.report.progress import WARNINGS_FILE
@@ -53,7 +54,7 @@ def render(folder: Path) -> str:
     name = visible(folder.resolve().name, lines=False)
     parts = [
         f"<h1>{escape(name)}</h1>", _subtitle(rows, summary), _tiles(folder, rows, summary),
-        _warnings(folder, bad_lines), _charts(rows), _times(rows), _samples(folder), _files(summary), _config(folder),
+        _warnings(folder, bad_lines), _length(rows), _charts(rows), _times(rows), _samples(folder), _files(summary), _config(folder),
         _environment(folder), _glossary(rows),
         f"<footer>Written {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by luspo_megatron.</footer>",
     ]
@@ -146,6 +147,18 @@ def _warnings(folder: Path, bad_lines: int) -> str:
         return ""
     listed = "".join(f"<li>{escape(item)}</li>" for item in items)
     return f'<section class="warnings"><h2>Warnings</h2><ul>{listed}</ul></section>'
+
+
+def _length(rows: Sequence[Row]) -> str:
+    """What the response length did, as sentences; "" for runs too short to tell."""
+    training = [row for row in rows if number(row.get("response_length_mean")) is not None]
+    first, last = training[:WINDOW], training[-WINDOW:]
+    change = length_change(first, last) if len(training) >= 2 * WINDOW else None
+    if change is None:
+        return ""
+    text = describe(change, first, last)
+    return (f"<h2>Response length</h2><p>{escape(text[0].upper() + text[1:])}.</p>"
+            f'<p class="note">Means of the first and of the last {WINDOW} steps.</p>')
 
 
 def _charts(rows: Sequence[Row]) -> str:

@@ -71,6 +71,16 @@ METRICS: dict[str, MetricSpec] = {spec.name: spec for spec in (
                "clipped sequences (tokens for token-level objectives) of that half", ".1%"),
     MetricSpec("clip_fraction_long", "fraction", "Clipped, of the longer half of the responses",
                "clipped sequences (tokens for token-level objectives) of that half", ".1%"),
+    *(MetricSpec(f"clip_fraction_{sign}_{half}", "fraction", f"Clipped, advantage {symbol} 0, {half}er half",
+                 f"clipped sequences (tokens for token-level objectives) of the {half}er half with A {symbol} 0", ".1%")
+      for sign, symbol in (("positive", ">"), ("negative", "<")) for half in ("short", "long")),
+    *(MetricSpec(f"token_weight_q{index}", "times the mean", f"Effective weight per token, {name} quarter",
+                 "mean over tokens of the sequences with a gradient, clipped ones 0, over the mean of all", ".2f")
+      for index, name in enumerate(("shortest", "second", "third", "longest"), 1)),
+    MetricSpec("drift_kappa", "", "Advantage that the clip leaves over (kappa); above 0 length-biased weights shorten",
+               "mean over the step's samples of A where not clipped", "+.4f"),
+    MetricSpec("length_drift", "", "Push on the length, as a slope in the stop logit; above 0 responses shrink",
+               _SAMPLES, "+.1e"),
     MetricSpec("kl_rollout", "nats", "KL of the engine's policy to the actor's, before the update", _TOKENS, ".1e"),
     MetricSpec("logprob_max_diff", "nats", "Largest difference of engine and actor log-probs",
                "maximum over the step's response tokens", ".2e"),
@@ -101,6 +111,17 @@ METRICS: dict[str, MetricSpec] = {spec.name: spec for spec in (
     MetricSpec("eval/response_length_mean", "tokens", "Held-out response length",
                "mean over the held-out samples", ".1f"),
 )}
+STATISTICS_NAMES = {
+    "reward_mean": "reward_mean", "pass_rate": "accuracy", "response_length_mean": "length_mean",
+    "response_length_p95": "length_p95", "response_length_correct": "length_mean_correct",
+    "response_length_wrong": "length_mean_wrong", "truncated_fraction": "truncated_fraction",
+    "zero_variance_fraction": "zero_variance_fraction", "kl_rollout": "kl_rollout_k3",
+    "logprob_max_diff": "logprob_difference_max",
+    **{name: name for name in METRICS if name.startswith(("clip_fraction_", "token_weight_"))},
+    "drift_kappa": "drift_kappa", "length_drift": "length_drift",
+}
+"""Names of this table -> names of algorithm/statistics.step_statistics."""
+
 _ORDER = {name: index for index, name in enumerate(METRICS)}
 
 PHASES = tuple(name.removeprefix("seconds/") for name in METRICS

@@ -1,4 +1,4 @@
-"""Warnings about runs that go on without learning: rewards that never differ, answers that are all cut off.
+"""Warnings about runs that go wrong in silence: rewards that never differ, answers all cut off, a collapsing length.
 
 A reward that is always 0 (a wrong column, an answer pattern that matches nothing) leaves no error and no gradient, so
 someone has to say it. Pure bookkeeping on the step metrics; thresholds are stated in each message.
@@ -6,8 +6,11 @@ someone has to say it. Pure bookkeeping on the step metrics; thresholds are stat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+from luspo_megatron.report.length_change import WINDOW, describe, length_change
 
 REPEAT_EVERY = 50
 
@@ -19,6 +22,19 @@ class MetricWatch:
         self._warn = warn
         self._patience = patience
         self._streaks: dict[str, int] = {}
+        self._first: list[Mapping[str, Any]] = []
+        self._last: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
+
+    def recall(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """The steps before a resume, without warnings, so that the length is still compared with the run's start."""
+        for row in rows:
+            if row.get("response_length_mean") is not None:
+                self._remember(row)
+
+    def _remember(self, metrics: Mapping[str, Any]) -> None:
+        if len(self._first) < WINDOW:
+            self._first.append(metrics)
+        self._last.append(metrics)
 
     def observe(self, metrics: Mapping[str, Any]) -> None:
         """Metrics of one training step; a missing metric leaves its count as it is."""
@@ -34,6 +50,17 @@ class MetricWatch:
         if self._lasts("mismatch", metrics, "kl_rollout", lambda value: value > 0.1):
             self._warn(f"kl_rollout (engine against actor) was above 0.1 nats for {n} steps or more: "
                        "engine and actor do not run the same policy. Check model.dtype and weight_sync.verify")
+        self._observe_length(metrics)
+
+    def _observe_length(self, metrics: Mapping[str, Any]) -> None:
+        if metrics.get("response_length_mean") is None:
+            return
+        self._remember(metrics)
+        change = length_change(self._first, tuple(self._last))
+        for kind in ("collapse", "explosion"):
+            seen = {kind: float(change is not None and change.kind == kind)}
+            if self._lasts(kind, seen, kind, lambda value: value > 0) and change is not None:
+                self._warn(describe(change, self._first, tuple(self._last)))
 
     def _lasts(self, key: str, metrics: Mapping[str, Any], name: str, bad: Callable[[float], bool]) -> bool:
         """True at the ``patience``-th bad step in a row, and each REPEAT_EVERY steps after it."""

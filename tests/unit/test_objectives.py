@@ -109,6 +109,23 @@ def random_sequences(seed, n=8, longest=9, spread=0.01, extras=True):
 # ---------------------------------------------------------------------------------------------- goldens and loops
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_token_weight_is_the_gradient_per_advantage(name):
+    """Against autograd: mean over the tokens of |dJ/dlogp| / |A|, times the objective's denominator."""
+    generator = torch.Generator().manual_seed(7)
+    lengths, advantages = [2, 5, 3, 8, 4, 0], [1.5, -0.5, 1.0, -1.0, 0.7, 1.0]
+    sequences = [{"old": (old := -torch.rand(n, generator=generator, dtype=torch.float64)).tolist(), "mask": [1] * n,
+                  "new": (old + 0.2 * torch.randn(n, generator=generator, dtype=torch.float64)).tolist(),
+                  "advantage": a} for n, a in zip(lengths, advantages, strict=True)]
+    loss, gradient, statistics = run(name, sequences, low=0.08, high=0.08)
+    denominator = {"luspo": 6, "gspo": 6, "grpo": 6, "drgrpo": 6 * 8, "dapo": sum(lengths), "cispo": sum(lengths)}[name]
+    parts = torch.as_tensor(gradient).split(lengths)
+    expected = [float(part.abs().mean()) * denominator / abs(a) if len(part) else 0.0
+                for part, a in zip(parts, advantages, strict=True)]
+    assert_close(statistics["token_weight"], expected)
+    assert name == "cispo" or 0 < statistics["clipped"].sum() < 5  # some are clipped, some are not
+
+
 @pytest.mark.parametrize("order", ["given", "reversed", "rotated"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", NAMES)

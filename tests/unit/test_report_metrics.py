@@ -175,6 +175,42 @@ def test_constant_rewards_are_warned_about_loudly() -> None:
     assert len(said) == 3
 
 
+def lengths(*values: float, **more: float) -> list[dict[str, float]]:
+    return [{"response_length_mean": value, "pass_rate": 0.5, **more} for value in values]
+
+
+def test_a_collapsing_length_is_said_in_words() -> None:
+    said: list[str] = []
+    watch = MetricWatch(said.append, patience=3)
+    for row in lengths(*[30.0] * 5, *[25.0] * 10):
+        watch.observe(row)
+    assert said == []
+    causes = {"token_weight_q1": 2.0, "token_weight_q4": 0.5, "drift_kappa": 0.02, "clip_fraction_positive": 0.1,
+              "clip_fraction_negative": 0.2, "clip_fraction_negative_short": 0.4, "clip_fraction_negative_long": 0.0,
+              "clip_fraction_positive_short": 0.1, "clip_fraction_positive_long": 0.1}
+    for row in lengths(*[10.0] * 12, **causes):
+        watch.observe(row)
+    assert len(said) == 1  # once, not at every step
+    for part in ("length collapse: responses shrank from 30.0 to", "(4.0 times as much)", "luspo does not",
+                 "20.0% of the negative", "bring algorithm.clip_low and clip_high closer"):
+        assert part in said[0], part
+
+
+def test_an_exploding_length_is_said_and_survives_a_resume() -> None:
+    said: list[str] = []
+    watch = MetricWatch(said.append, patience=3)
+    watch.recall(lengths(*[30.0] * 50))
+    assert said == []
+    for row in lengths(*[70.0] * 8, truncated_fraction=0.4):
+        watch.observe(row)
+    assert len(said) == 1 and "length explosion: responses grew from 30.0" in said[0]
+    assert "40.0% of the responses are cut off" in said[0] and "clip" not in said[0]
+    fresh = MetricWatch(said.append, patience=3)
+    for row in lengths(*[70.0] * 20):
+        fresh.observe(row)
+    assert len(said) == 1
+
+
 def test_the_report_imports_neither_torch_nor_megatron(tmp_path: Path) -> None:
     code = ("import sys\n"
             "from luspo_megatron.report import charts, environment, html, metrics, progress, summary, svg, watch\n"

@@ -85,8 +85,25 @@ def test_step_statistics():
         "clip_fraction_positive_short": 0, "clip_fraction_positive_long": 1,
         "clip_fraction_negative_short": 0, "clip_fraction_negative_long": 1,
         "clip_fraction_short": 0, "clip_fraction_long": 1,
+        "drift_kappa": 0,  # of five responses: -1 (2) and +1 (4) are left
     })  # fmt: skip
     json.dumps(metrics, allow_nan=False)
+
+
+def test_weights_by_length_quartile_and_the_push_on_the_length():
+    """Acting: 10 (+), 2 (-), 4 (+), 8 (-), one in each quarter; weights 0.1 x 10, 0.5 x 2, 0.25 x 4, 0 x 8."""
+    metrics = step_statistics(**STEP, token_weights=[0.1, 0.5, 0.25, 0.0, 7.0, 9.0])
+    overall = 3 / 24
+    assert [metrics[f"token_weight_q{i}"] for i in (1, 2, 3, 4)] == pytest.approx(
+        [0.5 / overall, 0.25 / overall, 0, 0.1 / overall])
+    mean = 30 / 5  # of the responses that are not empty
+    push = 1 * 0.1 * (1 - 10 / mean) - 0.5 * (1 - 2 / mean) + 0.25 * (1 - 4 / mean)
+    assert metrics["length_drift"] == pytest.approx(push / 5) and push < -0.1
+    even = step_statistics(**STEP, token_weights=[1.0] * 6)
+    assert [even[f"token_weight_q{i}"] for i in (1, 2, 3, 4)] == pytest.approx([1] * 4)
+    assert "token_weight_q1" not in step_statistics(**STEP, token_weights=[0.0] * 6)
+    same = step_statistics(**STEP | {"lengths": [3] * 6}, token_weights=[1.0] * 6)
+    assert same["token_weight_q1"] == 1 and "token_weight_q4" not in same and same["length_drift"] == 0
 
 
 def test_rollout_kl():
