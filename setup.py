@@ -28,6 +28,7 @@ setup(
         "pyyaml",
         "pyarrow",
         "tyro",
+        "matplotlib",
         "rich",
         "aiohttp",
         "xxhash",

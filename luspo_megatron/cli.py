@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from luspo_megatron import __version__, config_checks
+from luspo_megatron import __version__, config_checks, config_tools
 from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, SftConfig
-from luspo_megatron.config_io import load_config
+from luspo_megatron.config_io import field_types, load_config, split_words
+from luspo_megatron.config_tools import LengthBiasConfig, ModelStudyConfig, ReportConfig
 from luspo_megatron.config_yaml import suggestion
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.launch.end import end
@@ -54,11 +55,50 @@ def export(argv: Sequence[str]) -> int:
     return _call("luspo_megatron.export", config)
 
 
+def study(argv: Sequence[str]) -> int:
+    """Compare objectives by what they do to the response length (length-bias | model)."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(study_usage(), file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else UserError.exit_code
+    if argv[0] not in STUDIES:
+        raise UserError(f"unknown study {argv[0]!r}{suggestion(argv[0], STUDIES)} (luspo study --help lists them)")
+    return STUDIES[argv[0]](argv[1:])
+
+
+def length_bias(argv: Sequence[str]) -> int:
+    """Compare objectives on a policy of a few hundred numbers (minutes on two CPU cores)."""
+    config = load_config(LengthBiasConfig, argv, prog="luspo study length-bias", description=_summary(length_bias))
+    config_tools.check_length_bias(config)
+    return _call("luspo_megatron.study.length_bias", config)
+
+
+def model_study(argv: Sequence[str]) -> int:
+    """Compare objectives with `luspo train` on the same weights and prompts."""
+    config = load_config(ModelStudyConfig, argv, prog="luspo study model", description=_summary(model_study))
+    config_tools.check_model_study(config)
+    config_checks.require(config_checks.validate(config))
+    return _call("luspo_megatron.study.model", config)
+
+
+STUDIES: dict[str, Callable[[Sequence[str]], int]] = {"length-bias": length_bias, "model": model_study}
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write a run's report, compare several runs side by side, or show either live (RUN [RUN ...])."""
+    runs, flags = split_words(argv, field_types(ReportConfig))
+    flags = [*flags, "--runs", *runs] if runs else flags
+    config = load_config(ReportConfig, flags, prog="luspo report", description=_summary(report))
+    config_tools.check_report(config)
+    return _call("luspo_megatron.report.command", config)
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sft": sft,
     "eval": evaluate,
     "export": export,
+    "study": study,
+    "report": report,
 }
 
 
@@ -111,6 +151,14 @@ def usage() -> str:
     head = "usage: luspo COMMAND [FLAGS]\n\nRLVR training of large MoE models with LUSPO on Megatron-core.\n\ncommands:"
     foot = "\nluspo COMMAND --help lists the flags of a command; luspo --version shows the version."
     return "\n".join([head, *lines, foot])
+
+
+def study_usage() -> str:
+    """The text of ``luspo study --help``."""
+    width = max(map(len, STUDIES))
+    lines = [f"  {name:<{width}}  {_summary(command)}" for name, command in STUDIES.items()]
+    return "\n".join(["usage: luspo study STUDY [FLAGS]\n\nstudies:", *lines,
+                      "\nluspo study STUDY --help lists the flags of a study."])
 
 
 def _summary(command: Callable[..., int]) -> str:

@@ -87,6 +87,22 @@ def split_config_files(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return files, rest
 
 
+def split_words(argv: Sequence[str], types: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """``argv`` -> (words that belong to no flag, everything else), for commands that take things without a flag."""
+    words, rest, tokens = [], [], list(argv)
+    while tokens:
+        token = tokens.pop(0)
+        if not token.startswith("-"):
+            words.append(token)
+            continue
+        rest.append(token)
+        hint = str if token == "--config" else types.get(token[2:].replace("-", "_"))
+        if hint is bool and tokens and tokens[0].lower() not in TRUE_WORDS + FALSE_WORDS:
+            continue
+        rest += _values_after(tokens, hint)
+    return words, rest
+
+
 def yaml_flags(path: str, types: dict[str, Any]) -> list[str]:
     """A YAML file as flags in the spelling that tyro takes."""
     tuples = {name for name, hint in types.items() if _is_tuple(hint)}

@@ -99,7 +99,7 @@ def figure(chart: Chart, rows: Sequence[Row], steps: tuple[int, int]) -> str:
     if any(len(group.rows) > 1 for group in groups):
         note += f" Points are means of up to {len(groups[0].rows)} steps; the band spans lowest to highest."
     legend = [(item.label, dash(index, len(groups))) for index, item in enumerate(series)]
-    return _figure(chart.title, "%" if unit == "fraction" else unit, legend, drawing, note)
+    return framed(chart.title, "%" if unit == "fraction" else unit, legend, drawing, note)
 
 
 def timing_figure(rows: Sequence[Row], steps: tuple[int, int]) -> str:
@@ -117,7 +117,7 @@ def timing_figure(rows: Sequence[Row], steps: tuple[int, int]) -> str:
     note = "Evaluation and checkpoints are in the table of total times."
     if any(len(group.rows) > 1 for group in groups):
         note += f" Bars are means of up to {len(groups[0].rows)} steps."
-    return _figure("Seconds per step", "s", [(item.label, None) for item in series], drawing, note)
+    return framed("Seconds per step", "s", [(item.label, None) for item in series], drawing, note)
 
 
 def with_other(row: Row) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def phase_title(name: str) -> str:
     return _PHASE_TITLES.get(name, name)
 
 
-def _figure(title: str, unit: str, legend: Sequence[tuple[str, str | None]], drawing: str, note: str) -> str:
-    """``legend``: (label, dash pattern of its line or None for a box) of each series."""
+def framed(title: str, unit: str, legend: Sequence[tuple[str, str | None]], drawing: str, note: str) -> str:
+    """A drawing with its caption. ``legend``: (label, dash pattern of its line or None for a box) of each series."""
     items = "".join(f"<li>{swatch(index, line)}{escape(label)}</li>" for index, (label, line) in enumerate(legend))
     unit_text = f' <span class="unit">{escape(unit)}</span>' if unit else ""
     note_text = f'<p class="note">{escape(note.strip())}</p>' if note.strip() else ""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -22,9 +21,9 @@ from luspo_megatron.report.charts import CHARTS, OTHER, figure, phase_title, tim
 from luspo_megatron.report.environment import read_environment
 from luspo_megatron.report.length_change import WINDOW, describe, length_change
 from luspo_megatron.report.metrics import METRICS, METRICS_FILE, PHASES, SAMPLES_FILE, format_metric
-from luspo_megatron.report.page_style import STYLE
 from luspo_megatron.report.progress import WARNINGS_FILE
 from luspo_megatron.report.records import read_lines, step_of, write_atomic
+from luspo_megatron.report.shell import page, tile
 from luspo_megatron.report.summary import RunSummary, difference, evaluations, read_summary
 from luspo_megatron.report.text import duration, shorten, visible
 
@@ -46,8 +45,8 @@ def write_report(run_dir: str | Path) -> Path:
     return write_atomic(folder / REPORT_FILE, render(folder).encode("utf-8", errors="replace"))
 
 
-def render(folder: Path) -> str:
-    """The page as text."""
+def render(folder: Path, script: str = "") -> str:
+    """The page as text. ``script`` is the live view's."""
     rows, bad_lines = read_lines(folder / METRICS_FILE)
     rows = sorted((row for row in rows if step_of(row) is not None), key=lambda row: row["step"])
     summary = read_summary(folder)
@@ -56,12 +55,8 @@ def render(folder: Path) -> str:
         f"<h1>{escape(name)}</h1>", _subtitle(rows, summary), _tiles(folder, rows, summary),
         _warnings(folder, bad_lines), _length(rows), _charts(rows), _times(rows), _samples(folder), _files(summary), _config(folder),
         _environment(folder), _glossary(rows),
-        f"<footer>Written {time.strftime('%Y-%m-%d %H:%M:%S %Z')} by luspo_megatron.</footer>",
     ]
-    return ('<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(name)}: run report</title><style>{STYLE}</style></head>\n<body><main>\n"
-            + "\n".join(part for part in parts if part) + "\n</main></body></html>\n")
+    return page(f"{name}: run report", parts, script)
 
 
 def _subtitle(rows: Sequence[Row], summary: Row) -> str:
@@ -114,9 +109,7 @@ def _tiles(folder: Path, rows: Sequence[Row], summary: Row) -> str:
 
 
 def _tile(title: str, value: str, small: str = "", kind: str = "") -> str:
-    extra = f"<small>{escape(small)}</small>" if small else ""
-    return (f'<div class="tile"><dt>{escape(title)}</dt><dd><b class="{kind}">{escape(visible(value))}</b>{extra}</dd>'
-            "</div>")
+    return tile(title, visible(value), small, kind)
 
 
 def _percent(value: float | None) -> str:

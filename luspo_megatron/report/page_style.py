@@ -6,10 +6,10 @@ Series colours are distinguishable with the common kinds of colour blindness, an
 STYLE = """
 :root { color-scheme: light dark; --back: #f6f7f9; --card: #ffffff; --text: #1b1f24; --soft: #59636e; --line: #d9dee4;
   --grid: #e8ebef; --good: #1a7f37; --bad: #b3261e; --warn-back: #fff6dd; --warn-line: #d4a72c;
-  --c0: #0b62b8; --c1: #c2570c; --c2: #0b7a5b; --c3: #8a3fa8; --c4: #a8871c; --c5: #7a828c; }
+  --c0: #0b62b8; --c1: #c2570c; --c2: #0b7a5b; --c3: #8a3fa8; --c4: #a8871c; --c5: #7a828c; --c6: #b3304a; --c7: #3b8f1f; }
 @media (prefers-color-scheme: dark) { :root { --back: #0f1318; --card: #181d24; --text: #e4e8ed; --soft: #9aa5b1;
   --line: #2f3741; --grid: #262d36; --good: #57c878; --bad: #ff8b80; --warn-back: #2b2410; --warn-line: #8f7420;
-  --c0: #62aef5; --c1: #f59a55; --c2: #4cc9a0; --c3: #cf95ea; --c4: #dfc25a; --c5: #9aa5b1; } }
+  --c0: #62aef5; --c1: #f59a55; --c2: #4cc9a0; --c3: #cf95ea; --c4: #dfc25a; --c5: #9aa5b1; --c6: #f07f92; --c7: #8fd36f; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
   Roboto, "Noto Sans", "DejaVu Sans", sans-serif; }
@@ -45,7 +45,7 @@ figure { margin: 0; padding: 12px 12px 10px; min-width: 0; display: flex; flex-d
 .legend li { display: flex; align-items: center; gap: 5px; }
 .swatch { width: 24px; height: 10px; flex: none; }
 .s0 { --c: var(--c0); } .s1 { --c: var(--c1); } .s2 { --c: var(--c2); } .s3 { --c: var(--c3); } .s4 { --c: var(--c4); }
-.s5, .s6 { --c: var(--c5); }
+.s5 { --c: var(--c5); } .s6 { --c: var(--c6); } .s7 { --c: var(--c7); }
 [class^="s"] polyline, [class^="s"] > line, [class^="s"] path, .swatch line {
   stroke: var(--c); stroke-width: 1.8; fill: none;
   stroke-linejoin: round; }
@@ -58,7 +58,8 @@ th { color: var(--soft); font-weight: 600; } tr:last-child td { border-bottom: 0
 .card { padding: 4px 6px; overflow-x: auto; }
 .share { width: 35%; } .share div { background: var(--c0); height: 10px; border-radius: 2px;
   margin-top: 6px; min-width: 1px; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; } .plain { margin: 0; padding-left: 20px; overflow-wrap: anywhere; }
+p { max-width: 90ch; }
 pre { margin: 0; font: 12.5px/1.45 ui-monospace, "Cascadia Mono", "DejaVu Sans Mono", monospace; white-space: pre-wrap;
   overflow-wrap: anywhere; }
 .samples pre { max-height: 16em; overflow-y: auto; }

@@ -18,6 +18,7 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 12, 10, 34
 MARKERS_UP_TO = 40
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "", "6 3", "2 3")
 LOG_FROM_RATIO = 50.0
+COLOURS = 8  # of page_style.py; more series than these share colours and differ in dashes
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def line_chart(groups: Sequence[Bin], series: Sequence[Series], *, title: str, p
     y = _values(series, from_zero, may_log)
     body = [*_frame(x, y, percent)]
     for index, item in enumerate(series):
-        body.append(f'<g class="s{index}">{"".join(_line(groups, item.points, x, y, dash(index, len(groups))))}</g>')
+        body.append(f'<g class="s{index % COLOURS}">{"".join(_line(groups, item.points, x, y, dash(index, len(groups))))}</g>')
     body.extend(_hover(groups, series, x))
     return _svg(title, body)
 
@@ -63,7 +64,7 @@ def stacked_bars(groups: Sequence[Bin], series: Sequence[Series], *, title: str,
             if point and point.mean > 0:
                 high, low = y(bottom + point.mean), y(bottom)
                 bottom += point.mean
-                body.append(f'<rect class="s{number} bar" x="{left:.1f}" y="{high:.2f}" width="{width:.2f}" '
+                body.append(f'<rect class="s{number % COLOURS} bar" x="{left:.1f}" y="{high:.2f}" width="{width:.2f}" '
                             f'height="{low - high:.2f}"/>')
     body.extend(_hover(groups, list(reversed(series)), x))
     return _svg(title, body)
@@ -80,7 +81,7 @@ def swatch(index: int, line_dash: str | None) -> str:
         inner = f'<line x1="1" y1="5" x2="23" y2="5" stroke-dasharray="{line_dash}"/>'
     else:
         inner = '<rect class="bar" x="7" y="0" width="10" height="10"/>'
-    return f'<svg class="swatch s{index}" viewBox="0 0 24 10" aria-hidden="true">{inner}</svg>'
+    return f'<svg class="swatch s{index % COLOURS}" viewBox="0 0 24 10" aria-hidden="true">{inner}</svg>'
 
 
 def _svg(title: str, body: Sequence[str]) -> str:
