@@ -40,6 +40,10 @@ class Outcome:
         return self.length_end / self.length_start - 1
 
     @property
+    def change_text(self) -> str:
+        return "0%" if abs(self.change) < 0.005 else f"{self.change:+.0%}"
+
+    @property
     def ends(self) -> list[float]:
         return [float(run["length_end"]) for run in self.runs]
 
@@ -153,14 +157,14 @@ def summary_lines(config: LengthBiasConfig, rows: Sequence[Row]) -> list[str]:
     found = outcomes(rows)
     lines = [f"{'objective':<17}{'start':>7}{'end':>7}{'change':>8}{'sd':>6}{'accuracy':>15}{'clip+':>8}{'clip-':>8}"]
     for item in found:
-        lines.append(f"{item.label:<17}{item.length_start:>7.1f}{item.length_end:>7.1f}{item.change:>+8.0%}"
+        lines.append(f"{item.label:<17}{item.length_start:>7.1f}{item.length_end:>7.1f}{item.change_text:>8}"
                      f"{item.length_sd:>6.1f}{item.accuracy_start:>7.2f} ->{item.accuracy_end:>5.2f}"
                      f"{item.clip_positive:>8.1%}{item.clip_negative:>8.1%}")
     return [*lines, *findings(config, found)]
 
 
 def _went(item: Outcome) -> str:
-    return f"{item.length_start:.1f} to {item.length_end:.1f} tokens ({item.change:+.0%})"
+    return f"{item.length_start:.1f} to {item.length_end:.1f} tokens ({item.change_text})"
 
 
 def _wide(item: Outcome) -> str:

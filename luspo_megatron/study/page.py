@@ -72,7 +72,7 @@ def _tiles(found: Sequence[Outcome]) -> str:
 def _table(found: Sequence[Outcome]) -> str:
     heads = ("objective", "length at start, tokens", "at end", "change", "end by seed", "accuracy at start", "at end",
              "clipped, A > 0", "clipped, A < 0")
-    rows = [(item.label, f"{item.length_start:.1f}", f"{item.length_end:.1f}", f"{item.change:+.0%}",
+    rows = [(item.label, f"{item.length_start:.1f}", f"{item.length_end:.1f}", item.change_text,
              f"{min(item.ends):.1f} to {max(item.ends):.1f}", f"{item.accuracy_start:.1%}", f"{item.accuracy_end:.1%}",
              f"{item.clip_positive:.1%}", f"{item.clip_negative:.1%}") for item in found]
     return "<h2>Outcome</h2>" + table(heads, rows) + '<p class="note">Means over seeds; clipped: over all steps.</p>'
@@ -116,8 +116,8 @@ def _charts(found: Sequence[Outcome]) -> str:
 def _exact() -> str:
     exact = analytic_length_drift(**EXACT_CASE)
     closed = {"luspo": exact.luspo, "gspo": exact.gspo}
-    rows = [(name.upper(), f"{closed[name]:.14f}" if name in closed else "-",
-             f"{objective_drift(name, **EXACT_CASE) + 0.0:.14f}") for name in ("luspo", "gspo", "grpo")]
+    rows = [(name.upper(), _signless(closed[name], 14) if name in closed else "-",
+             _signless(objective_drift(name, **EXACT_CASE), 14)) for name in ("luspo", "gspo", "grpo")]
     return ("<h2>The push on the length, exactly</h2>"
             "<p>dJ/d(stop logit) of a policy that stops at every token with probability 1/16, accuracy 50%, 15% of the "
             "positive and 19% of the negative responses clipped, whatever their length. Above 0: responses shrink.</p>"
@@ -126,8 +126,13 @@ def _exact() -> str:
             "its clip took those shares.</p>")
 
 
+def _signless(value: float, digits: int, sign: str = "") -> str:
+    """The number; what rounds to 0 has no sign."""
+    return f"{0:.{digits}f}" if abs(value) < 0.5 * 10.0**-digits else f"{value:{sign}.{digits}f}"
+
+
 def _drifts(found: Sequence[Outcome]) -> str:
-    rows = [(drift.outcome.label, f"{drift.kappa_exact:+.4f}", f"{drift.kappa_measured:+.4f}", f"{drift.exact:+.5f}",
+    rows = [(drift.outcome.label, f"{drift.kappa_exact:+.4f}", f"{drift.kappa_measured:+.4f}", _signless(drift.exact, 5, "+"),
              f"{drift.measured:+.5f}", "-" if math.isnan(drift.standard_error) else f"{drift.standard_error:.5f}")
             for drift in drifts(found)]
     if not rows:
