@@ -112,7 +112,8 @@ def check_length_bias(config: LengthBiasConfig) -> None:
     algorithms_of(config.algorithms)
     _raise([
         *_at_least(config, 1, "seeds", "prompts", "prompts_per_mini_batch"), *_at_least(config, 10, "steps"),
-        *_at_least(config, 2, "group_size"), *_at_least(config, 0, "workers"), *_at_least(config, 4, "max_response_tokens"),
+        *_at_least(config, 2, "group_size"), *_at_least(config, 0, "workers"),
+        *_at_least(config, 4, "max_response_tokens"),
         *_within(config, 0, "lr"), *_clips(config, "clip_low", "token_clip_low", "wide_clip_low"),
         *_within(config, 0, "clip_high", "token_clip_high", "wide_clip_high"), *_lengths(config),
         *([] if config.out else ["--out is empty; name a folder"]),
@@ -166,8 +167,8 @@ def _clips(config: Any, *names: str) -> Iterator[str]:
 
 def _lengths(config: LengthBiasConfig) -> Iterator[str]:
     if not 2.5 <= config.start_length <= config.max_response_tokens:
-        yield (f"--start_length {config.start_length}: give 2.5 or more (two tokens are STOP and the answer), and no more "
-               f"than --max_response_tokens {config.max_response_tokens}")
+        yield (f"--start_length {config.start_length}: give 2.5 or more (two tokens are STOP and the answer), and no "
+               f"more than --max_response_tokens {config.max_response_tokens}")
     if config.prompts % max(config.prompts_per_mini_batch, 1):
         yield (f"--prompts {config.prompts} is no multiple of --prompts_per_mini_batch "
                f"{config.prompts_per_mini_batch}; change one of them")

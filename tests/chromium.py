@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-BINARY = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+BINARY = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PHONE, DESKTOP = (390, 844), (1280, 900)
 
 # Elements of the page that are wider than it, and texts of one chart that lie over each other.

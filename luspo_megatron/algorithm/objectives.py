@@ -213,9 +213,9 @@ def policy_objective(
     over the sequence at sequence importance. The length weight of LUSPO stays n_i; all ones change nothing.
 
     Returns (loss, statistics). Statistics are detached float64 sums, to be added over micro-batches and ranks and then
-    divided (a *unit* is a token or a sequence, whatever carries the ratio), and three [n_seq] arrays: ``seq_ratio`` s_i,
-    ``clipped``, the fraction of the sequence's units that was clipped, and ``token_weight``, what one unit of advantage
-    weighs on a response token: the mean over the tokens of ``|dJ/dlogp_t| / |A_i|`` times the denominator (without
+    divided (a *unit* is a token or a sequence, whatever carries the ratio), and three [n_seq] arrays: ``seq_ratio``
+    s_i, ``clipped``, the fraction of the sequence's units that was clipped, and ``token_weight``, what one unit of
+    advantage weighs on a response token: the mean over the tokens of ``|dJ/dlogp_t| / |A_i|`` times the denominator (without
     rollout weights), so LUSPO's is s_i and GSPO's s_i / n_i where not clipped.
 
     Raises ValueError for shapes or counts that do not fit, UserError for an unknown objective.

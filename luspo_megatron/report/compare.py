@@ -58,7 +58,8 @@ def read_run(folder: Path, label: str) -> RunData:
         raise UserError(f"{folder} holds neither {METRICS_FILE} nor {CONFIG_FILE}: no run of `luspo train`")
     rows, _ = read_lines(folder / METRICS_FILE)
     rows = sorted((row for row in rows if step_of(row) is not None), key=lambda row: row["step"])
-    return RunData(folder, label, rows, read_summary(folder), _settings(folder), len(read_lines(folder / WARNINGS_FILE)[0]))
+    warnings, _ = read_lines(folder / WARNINGS_FILE)
+    return RunData(folder, label, rows, read_summary(folder), _settings(folder), len(warnings))
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunData]:

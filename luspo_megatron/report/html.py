@@ -53,7 +53,8 @@ def render(folder: Path, script: str = "") -> str:
     name = visible(folder.resolve().name, lines=False)
     parts = [
         f"<h1>{escape(name)}</h1>", _subtitle(rows, summary), _tiles(folder, rows, summary),
-        _warnings(folder, bad_lines), _length(rows), _charts(rows), _times(rows), _samples(folder), _files(summary), _config(folder),
+        _warnings(folder, bad_lines), _length(rows), _charts(rows), _times(rows), _samples(folder), _files(summary),
+        _config(folder),
         _environment(folder), _glossary(rows),
     ]
     return page(f"{name}: run report", parts, script)

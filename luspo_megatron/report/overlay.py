@@ -39,7 +39,8 @@ def overlay_figure(metric: str, lines: Sequence[Line], *, title: str = "", note:
               for line in lines]
     drawing = line_chart(groups, series, title=title, percent=spec.unit == "fraction", from_zero=from_zero,
                          may_log=may_log)
-    legend = [(item.label + ("" if any(item.points) else " (not recorded)"), dash(index, len(groups))) for index, item in enumerate(series)]
+    legend = [(item.label + ("" if any(item.points) else " (not recorded)"), dash(index, len(groups)))
+              for index, item in enumerate(series)]
     if any(len(group.rows) > 1 for group in groups):
         note += f" Points are means of up to {len(groups[0].rows)} steps."
     return framed(title, "%" if spec.unit == "fraction" else spec.unit, legend, drawing, note)

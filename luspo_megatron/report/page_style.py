@@ -6,10 +6,12 @@ Series colours are distinguishable with the common kinds of colour blindness, an
 STYLE = """
 :root { color-scheme: light dark; --back: #f6f7f9; --card: #ffffff; --text: #1b1f24; --soft: #59636e; --line: #d9dee4;
   --grid: #e8ebef; --good: #1a7f37; --bad: #b3261e; --warn-back: #fff6dd; --warn-line: #d4a72c;
-  --c0: #0b62b8; --c1: #c2570c; --c2: #0b7a5b; --c3: #8a3fa8; --c4: #a8871c; --c5: #7a828c; --c6: #b3304a; --c7: #3b8f1f; }
+  --c0: #0b62b8; --c1: #c2570c; --c2: #0b7a5b; --c3: #8a3fa8; --c4: #a8871c; --c5: #7a828c; 
+  --c6: #b3304a; --c7: #3b8f1f; }
 @media (prefers-color-scheme: dark) { :root { --back: #0f1318; --card: #181d24; --text: #e4e8ed; --soft: #9aa5b1;
   --line: #2f3741; --grid: #262d36; --good: #57c878; --bad: #ff8b80; --warn-back: #2b2410; --warn-line: #8f7420;
-  --c0: #62aef5; --c1: #f59a55; --c2: #4cc9a0; --c3: #cf95ea; --c4: #dfc25a; --c5: #9aa5b1; --c6: #f07f92; --c7: #8fd36f; } }
+  --c0: #62aef5; --c1: #f59a55; --c2: #4cc9a0; --c3: #cf95ea; --c4: #dfc25a; --c5: #9aa5b1; 
+  --c6: #f07f92; --c7: #8fd36f; } }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--text); font: 15px/1.5 system-ui, -apple-system, "Segoe UI",
   Roboto, "Noto Sans", "DejaVu Sans", sans-serif; }

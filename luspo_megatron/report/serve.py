@@ -126,7 +126,8 @@ def make_server(runs: Sequence[str], port: int, refresh: float) -> ThreadingHTTP
     try:
         server = ThreadingHTTPServer((HOST, port), Handler)
     except OSError as error:
-        raise UserError(f"--port {port} on {HOST} cannot be used ({error.strerror}); give another, or 0 for any") from None
+        raise UserError(
+            f"--port {port} on {HOST} cannot be used ({error.strerror}); give another, or 0 for any") from None
     server.daemon_threads = True
     return server
 

@@ -40,7 +40,8 @@ def line_chart(groups: Sequence[Bin], series: Sequence[Series], *, title: str, p
     y = _values(series, from_zero, may_log)
     body = [*_frame(x, y, percent)]
     for index, item in enumerate(series):
-        body.append(f'<g class="s{index % COLOURS}">{"".join(_line(groups, item.points, x, y, dash(index, len(groups))))}</g>')
+        line = "".join(_line(groups, item.points, x, y, dash(index, len(groups))))
+        body.append(f'<g class="s{index % COLOURS}">{line}</g>')
     body.extend(_hover(groups, series, x))
     return _svg(title, body)
 

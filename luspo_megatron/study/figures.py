@@ -63,8 +63,8 @@ def _lines(path: Path, found: Sequence[Outcome], panels: Sequence[tuple[str, str
 
 
 def blocks(runs: Sequence[Row], metric: str) -> tuple[np.ndarray, np.ndarray]:
-    """(middle steps [k], means [runs, k]) of blocks of BLOCK rollouts that have the metric; an incomplete one is left out
-    unless it is the only one."""
+    """(middle steps [k], means [runs, k]) of blocks of BLOCK rollouts that have the metric; an incomplete one is left
+    out unless it is the only one."""
     curves = [[value for value in run["curve"][metric] if value is not None] for run in runs]
     length = min(map(len, curves))
     size = min(BLOCK, length)

@@ -39,20 +39,20 @@ LOG_LINES = 15
 
 def main(config: ModelStudyConfig) -> int:
     out = Path(config.out)
-    jobs = {run_config(config, name, seed).run.dir: run_config(config, name, seed)
-            for seed in range(config.run.seed, config.run.seed + config.seeds) for name in algorithms_of(config.algorithms)}
-    for job in jobs.values():
+    seeds = range(config.run.seed, config.run.seed + config.seeds)
+    jobs = [run_config(config, name, seed) for seed in seeds for name in algorithms_of(config.algorithms)]
+    for job in jobs:
         config_checks.require(config_checks.validate(job))
     with Progress() as progress:
         if not config.report_only:
-            waiting = [job for job in jobs.values() if not is_complete(job)]
-            progress.message(f"{len(jobs)} runs of {config.run.steps} steps, {len(jobs) - len(waiting)} of them complete; "
-                             f"folder {out}")
+            waiting = [job for job in jobs if not is_complete(job)]
+            progress.message(f"{len(jobs)} runs of {config.run.steps} steps, {len(jobs) - len(waiting)} of them "
+                             f"complete; folder {out}")
             with progress.phase("steps", len(waiting) * config.run.steps) as phase:
                 for job in waiting:
                     progress.message(f"{Path(job.run.dir).name}: {job.algorithm.objective}, seed {job.run.seed}")
                     train(job, phase)
-        done = [job for job in jobs.values() if is_complete(job)]
+        done = [job for job in jobs if is_complete(job)]
         if not done:
             raise UserError(f"{out} holds no complete run of this study; run it without --report_only")
         runs = [read_run(Path(job.run.dir), NAMES[job.algorithm.objective]) for job in done]
@@ -129,8 +129,8 @@ def findings(runs: Sequence[RunData]) -> list[str]:
             continue
         ends[label] = {seed: last for seed, (_, last) in pairs.items()}
         start, end = fmean(first for first, _ in pairs.values()), fmean(ends[label].values())
-        text = (f"{label}: response length in training {start:.1f} to {end:.1f} tokens ({end / start - 1:+.0%}; by seed "
-                f"{min(ends[label].values()):.1f} to {max(ends[label].values()):.1f})")
+        text = (f"{label}: response length in training {start:.1f} to {end:.1f} tokens ({end / start - 1:+.0%}; by "
+                f"seed {min(ends[label].values()):.1f} to {max(ends[label].values()):.1f})")
         rates = [evaluations(run.folder) for run in group]
         known = [(rate["pass_rate_before"], rate["pass_rate_after"]) for rate in rates]
         both = [(before, after) for before, after in known if before is not None and after is not None]
@@ -152,11 +152,12 @@ def intro(runs: Sequence[RunData], planned: int) -> str:
         pair = lengths(run)
         rows.append((run.folder.name, *(("-", "-", "-") if pair is None else
                                         (f"{pair[0]:.1f}", f"{pair[1]:.1f}", f"{pair[1] / pair[0] - 1:+.0%}"))))
-    missing = f" {planned - len(runs)} of the {planned} planned runs are not complete and left out." if planned > len(runs) \
-        else ""
-    caution = ("The task has its own wishes about the length (correct responses have the length that the answer needs), a "
-               "few seeds say little about small differences, and the learning rate and the clip decide how often the clip "
-               "acts at all: see the clip fractions below. The tabular study (luspo study length-bias) takes these apart.")
+    gone = planned - len(runs)
+    missing = f" {gone} of the {planned} planned runs are not complete and left out." if gone else ""
+    caution = ("The task has its own wishes about the length (correct responses have the length that the answer needs), "
+               "a few seeds say little about small differences, and learning rate and clip decide how often the clip "
+               "acts at all: see the clip fractions below. The tabular study (luspo study length-bias) takes "
+               "these apart.")
     return ("<h2>What these runs did</h2>" + "".join(f"<p>{escape(text)}</p>" for text in findings(runs))
             + f'<p class="note">{escape(caution + missing)}</p>'
             + table(("run", "length of the first steps, tokens", "of the last steps", "change"), rows))

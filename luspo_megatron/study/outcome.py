@@ -131,24 +131,24 @@ def findings(config: LengthBiasConfig, found: Sequence[Outcome]) -> list[str]:
         sentences.append(
             f"GRPO: mean length {_went(grpo)}, from {min(grpo.ends):.1f} to {max(grpo.ends):.1f} between seeds. Its "
             f"weight per token is 1/n too, but its clip of {config.token_clip_low:g}/{config.token_clip_high:g} takes "
-            f"only {grpo.clip_positive:.1%} of the positive and {grpo.clip_negative:.1%} of the negative tokens, so that "
-            + ("nothing steady pushes the length: it is a random walk, and one seed says nothing." if
+            f"only {grpo.clip_positive:.1%} of the positive and {grpo.clip_negative:.1%} of the negative tokens, so "
+            + ("that nothing steady pushes the length: it is a random walk, and one seed says nothing." if
                max(grpo.clip_positive, grpo.clip_negative) < 0.05 and config.task == "neutral" else
-               "the push of the clip is another one than GSPO's."))
+               "that the push of the clip is another one than GSPO's."))
     return sentences
 
 
 def limits(config: LengthBiasConfig) -> list[str]:
     """What such runs cannot show, whatever came out."""
-    task = ("The reward of the neutral task does not depend on the length, so every change of the mean length comes from "
-            "the objective, the clip and chance." if config.task == "neutral" else
+    task = ("The reward of the neutral task does not depend on the length, so every change of the mean length comes "
+            "from the objective, the clip and chance." if config.task == "neutral" else
             "Longer responses are right more often in this task, so a growing length is partly what was asked for.")
     return [
         task,
-        "LUSPO's weight is unbiased; its clip is not: a sequence ratio fluctuates more for short responses, so they are "
-        "clipped more, and a wide or lopsided clip shortens LUSPO's responses too.",
-        "A tabular policy has no language model's habits, and its clip acts through Adam at one learning rate: signs and "
-        "mechanism carry over, sizes do not. Nothing here says that longer responses are better.",
+        "LUSPO's weight is unbiased; its clip is not: a sequence ratio fluctuates more for short responses, so they "
+        "are clipped more, and a wide or lopsided clip shortens LUSPO's responses too.",
+        "A tabular policy has no language model's habits, and its clip acts through Adam at one learning rate: signs "
+        "and mechanism carry over, sizes do not. Nothing here says that longer responses are better.",
     ]
 
 
@@ -168,12 +168,13 @@ def _went(item: Outcome) -> str:
 
 
 def _wide(item: Outcome) -> str:
-    text = f"LUSPO with the wide clip ({item.runs[0]['clip_low']:g}/{item.runs[0]['clip_high']:g}): mean length {_went(item)}."
+    low, high = item.runs[0]["clip_low"], item.runs[0]["clip_high"]
+    text = f"LUSPO with the wide clip ({low:g}/{high:g}): mean length {_went(item)}."
     if item.change > -SAME:
         return text
     parts = {(sign, half): item.mean(f"clip_fraction_{sign}_{half}") or 0.0
              for sign in ("negative", "positive") for half in ("short", "long")}
     return (f"{text} It shrinks although its weight is unbiased, because the clip is not: of the shorter half it takes "
             f"{parts['negative', 'short']:.1%} of the negative and {parts['positive', 'short']:.1%} of the positive "
-            f"advantages, of the longer half {parts['negative', 'long']:.1%} and {parts['positive', 'long']:.1%}. Short "
-            "wrong responses are spared, so short responses win.")
+            f"advantages, of the longer half {parts['negative', 'long']:.1%} and {parts['positive', 'long']:.1%}. "
+            "Short wrong responses are spared, so short responses win.")

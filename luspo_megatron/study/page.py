@@ -50,8 +50,8 @@ def curve_rows(run: Row) -> list[dict[str, Any]]:
 
 def _subtitle(config: LengthBiasConfig, found: Sequence[Outcome]) -> str:
     seeds = max(len(item.runs) for item in found)
-    return (f"Task {config.task}, {seeds} seed{'s' * (seeds > 1)}, {config.steps} rollouts of {config.prompts} prompts x "
-            f"{config.group_size} responses, {config.prompts // config.prompts_per_mini_batch} updates each. Clip: "
+    return (f"Task {config.task}, {seeds} seed{'s' * (seeds > 1)}, {config.steps} rollouts of {config.prompts} prompts "
+            f"x {config.group_size} responses, {config.prompts // config.prompts_per_mini_batch} updates each. Clip: "
             f"{config.clip_low:g}/{config.clip_high:g} of sequence ratios, {config.token_clip_low:g}/"
             f"{config.token_clip_high:g} of token ratios.")
 
@@ -61,7 +61,8 @@ def _tiles(found: Sequence[Outcome]) -> str:
     for algorithm in ("luspo", "gspo"):
         item = find(found, algorithm)
         if item:
-            tiles.append(tile(f"{item.label}: length at the end over start", f"{item.length_end / item.length_start:.2f}",
+            ratio = f"{item.length_end / item.length_start:.2f}"
+            tiles.append(tile(f"{item.label}: length at the end over start", ratio,
                               f"{item.length_start:.1f} to {item.length_end:.1f} tokens"))
     ahead = seeds_ahead(found)
     if ahead:
@@ -93,8 +94,8 @@ def _charts(found: Sequence[Outcome]) -> str:
     sequence = [line for line, item in zip(lines, found, strict=True) if item.algorithm in ("luspo", "gspo")]
     charts = [overlay_figure("response_length_mean", usual, title="Mean response length", limit=POINTS)]
     if any(item.clip == "wide" for item in found):
-        charts.append(overlay_figure("response_length_mean", sequence, title="Mean response length, usual and wide clip",
-                                     limit=POINTS))
+        charts.append(overlay_figure("response_length_mean", sequence, limit=POINTS,
+                                     title="Mean response length, usual and wide clip"))
     charts.append(overlay_figure("pass_rate", usual, title="Accuracy", limit=POINTS))
     for metric, title, note in (
         ("clip_fraction_positive", "Clipped, advantage > 0", HALVES),
@@ -132,7 +133,8 @@ def _signless(value: float, digits: int, sign: str = "") -> str:
 
 
 def _drifts(found: Sequence[Outcome]) -> str:
-    rows = [(drift.outcome.label, f"{drift.kappa_exact:+.4f}", f"{drift.kappa_measured:+.4f}", _signless(drift.exact, 5, "+"),
+    rows = [(drift.outcome.label, f"{drift.kappa_exact:+.4f}", f"{drift.kappa_measured:+.4f}",
+             _signless(drift.exact, 5, "+"),
              f"{drift.measured:+.5f}", "-" if math.isnan(drift.standard_error) else f"{drift.standard_error:.5f}")
             for drift in drifts(found)]
     if not rows:
@@ -140,6 +142,6 @@ def _drifts(found: Sequence[Outcome]) -> str:
     return ("<h2>Exact and measured push in these runs</h2>"
             + table(("objective", "kappa, closed form", "kappa, measured", "push, closed form", "push, measured",
                      "standard error over seeds"), rows)
-            + '<p class="note">Closed form: with the run\'s own mean accuracy, length and clip fractions. Measured: the '
-            "gradient in the stop logit, mean over all updates. The closed form knows no clip that depends on the length "
-            "and no reward that does, so the difference of the two is their doing.</p>")
+            + '<p class="note">Closed form: with the run\'s own mean accuracy, length and clip fractions. Measured: '
+            "the gradient in the stop logit, mean over all updates. The closed form knows no clip that depends on the "
+            "length and no reward that does, so the difference of the two is their doing.</p>")

@@ -38,7 +38,8 @@ def test_the_live_view_follows_a_run(tmp_path: Path, browser: Browser) -> None:
         append(run, 31)
         browser.wait("document.querySelector('.sub').textContent.includes('up to step 31')")
         # the same page, as it was left: no reload, the details open, the scrolled position kept
-        assert browser.evaluate("[window.mark, document.querySelector('details').open, window.scrollY]") == [1, True, 400]
+        left = browser.evaluate("[window.mark, document.querySelector('details').open, window.scrollY]")
+        assert left == [1, True, 400]
         (run / "summary.json").write_text(json.dumps({"finished": True, "steps": 31}))
         browser.wait("document.querySelector('.sub').textContent.includes('finished')")
         asked = browser.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")

@@ -27,11 +27,15 @@ from luspo_megatron.config_checks import (
     warnings,
 )
 from luspo_megatron.config_io import field_types, load_config, save_config
+from luspo_megatron.config_tools import LengthBiasConfig, ModelStudyConfig, ReportConfig
 from luspo_megatron.errors import UserError
 from luspo_megatron.weights.architecture import Architecture, parse_architecture, read_architecture
 
 FLAGS = Path(__file__).with_name("flags.txt")
-COMMANDS = {"train": Config, "sft": SftConfig, "eval": EvalCommandConfig, "export": ExportConfig}
+COMMANDS = {
+    "train": Config, "sft": SftConfig, "eval": EvalCommandConfig, "export": ExportConfig,
+    "study length-bias": LengthBiasConfig, "study model": ModelStudyConfig, "report": ReportConfig,
+}  # fmt: skip
 MOE = Architecture(
     family="qwen3_moe", num_layers=4, hidden=64, num_heads=8, num_kv_heads=2, head_dim=24, ffn=96, vocab_size=128,
     norm_eps=1e-6, rope_theta=1e6, max_positions=8192, tied=False, num_experts=8, top_k=2, moe_ffn=48, qk_norm=True,
