@@ -215,8 +215,8 @@ def policy_objective(
     Returns (loss, statistics). Statistics are detached float64 sums, to be added over micro-batches and ranks and then
     divided (a *unit* is a token or a sequence, whatever carries the ratio), and three [n_seq] arrays: ``seq_ratio``
     s_i, ``clipped``, the fraction of the sequence's units that was clipped, and ``token_weight``, what one unit of
-    advantage weighs on a response token: the mean over the tokens of ``|dJ/dlogp_t| / |A_i|`` times the denominator (without
-    rollout weights), so LUSPO's is s_i and GSPO's s_i / n_i where not clipped.
+    advantage weighs on a response token: the mean over the tokens of ``|dJ/dlogp_t| / |A_i|`` times the denominator
+    (without rollout weights), so LUSPO's is s_i and GSPO's s_i / n_i where not clipped.
 
     Raises ValueError for shapes or counts that do not fit, UserError for an unknown objective.
     """

@@ -154,8 +154,8 @@ def intro(runs: Sequence[RunData], planned: int) -> str:
                                         (f"{pair[0]:.1f}", f"{pair[1]:.1f}", f"{pair[1] / pair[0] - 1:+.0%}"))))
     gone = planned - len(runs)
     missing = f" {gone} of the {planned} planned runs are not complete and left out." if gone else ""
-    caution = ("The task has its own wishes about the length (correct responses have the length that the answer needs), "
-               "a few seeds say little about small differences, and learning rate and clip decide how often the clip "
+    caution = ("The task has its own wishes about the length (correct responses have the length their answer needs), a "
+               "few seeds say little about small differences, and learning rate and clip decide how often the clip "
                "acts at all: see the clip fractions below. The tabular study (luspo study length-bias) takes "
                "these apart.")
     return ("<h2>What these runs did</h2>" + "".join(f"<p>{escape(text)}</p>" for text in findings(runs))

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# What LUSPO, GSPO and GRPO do to the response length of the tiny Qwen3-MoE: same cold start, same prompts, 3 seeds.
+#
+#   bash examples/qwen3_moe/length_study.sh                     9 runs of 150 steps; 1 to 2 hours on two cores
+#   bash examples/qwen3_moe/length_study.sh --seeds 1 --run.steps 30 --algorithms luspo,gspo
+#
+# Interrupted, the same command goes on where it stopped. COLD_START=runs/demo-... takes the model, the prompts and the
+# cold start of a demo instead of making them.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+OUT="${OUT:-runs/length-study}"
+START="${COLD_START:-$OUT/start}"
+PYTHON="${PYTHON:-python}"
+EXAMPLE=examples/qwen3_moe
+mkdir -p "$START"
+
+[ -f "$START/model/config.json" ] || "$PYTHON" "$EXAMPLE/tiny/make_tiny_model.py" --out "$START/model" --seed 0
+[ -f "$START/data/heldout.jsonl" ] || "$PYTHON" "$EXAMPLE/tiny/make_data.py" --out "$START/data" --seed 0
+[ -d "$START/sft/export" ] || luspo sft --config "$EXAMPLE/tiny_cpu_sft.yaml" --run.dir "$START/sft" \
+    --model.hf "$START/model" --data.path "$START/data/demos.jsonl"
+
+luspo study model --config "$EXAMPLE/tiny_cpu.yaml" --out "$OUT" --model.hf "$START/sft/export" \
+    --data.prompts "$START/data/train.jsonl" --data.eval-prompts "$START/data/heldout.jsonl" \
+    --parallel.world-size 2 --parallel.tp 1 --parallel.ep 1 "$@"
