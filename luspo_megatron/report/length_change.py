@@ -20,6 +20,7 @@ EXPLOSION = 1.8
 UNEVEN_WEIGHTS = 1.2
 UNEVEN_CLIP = 0.05
 CUT_OFF = 0.05
+DIFFERENT = 0.05
 
 Row = Mapping[str, Any]
 
@@ -55,7 +56,8 @@ def describe(change: LengthChange, first: Sequence[Row], last: Sequence[Row]) ->
     """The change and what the metrics say about it, as plain sentences."""
     opening = {"": "response length went ", "collapse": "length collapse: responses shrank ",
                "explosion": "length explosion: responses grew "}[change.kind]
-    sentences = [f"{opening}{change.text}", _pass_rate(first, last), _weights(last), _clip(last), _cut_off(last)]
+    sentences = [f"{opening}{change.text}", _pass_rate(first, last), _reward(first, last),
+                 _weights(last), _clip(last), _cut_off(last)]
     return ". ".join(sentence for sentence in sentences if sentence)
 
 
@@ -70,6 +72,17 @@ def _pass_rate(first: Sequence[Row], last: Sequence[Row]) -> str:
     if before is None or after is None:
         return ""
     return f"The pass rate in training went from {before:.1%} to {after:.1%}"
+
+
+def _reward(first: Sequence[Row], last: Sequence[Row]) -> str:
+    """Whether the reward itself had a wish: correct responses of another length than wrong ones."""
+    rows = (*first, *last)
+    correct, wrong = mean_of(rows, "response_length_correct"), mean_of(rows, "response_length_wrong")
+    if correct is None or wrong is None or not wrong or abs(correct / wrong - 1) < DIFFERENT:
+        return ""
+    wish = "shorter" if correct < wrong else "longer"
+    return (f"Correct responses are {wish} than wrong ones ({correct:.1f} against {wrong:.1f} tokens in these steps), "
+            f"so the reward itself asks for {wish} ones")
 
 
 def _weights(last: Sequence[Row]) -> str:

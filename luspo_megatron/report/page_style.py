@@ -57,6 +57,7 @@ table { border-collapse: collapse; width: 100%; font-size: .9rem; }
 th, td { text-align: left; padding: 6px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } tr:last-child td { border-bottom: 0; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th.number { white-space: normal; }
 .card { padding: 4px 6px; overflow-x: auto; }
 .share { width: 35%; } .share div { background: var(--c0); height: 10px; border-radius: 2px;
   margin-top: 6px; min-width: 1px; }

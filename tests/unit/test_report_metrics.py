@@ -188,10 +188,12 @@ def test_a_collapsing_length_is_said_in_words() -> None:
     causes = {"token_weight_q1": 2.0, "token_weight_q4": 0.5, "drift_kappa": 0.02, "clip_fraction_positive": 0.1,
               "clip_fraction_negative": 0.2, "clip_fraction_negative_short": 0.4, "clip_fraction_negative_long": 0.0,
               "clip_fraction_positive_short": 0.1, "clip_fraction_positive_long": 0.1}
+    causes |= {"response_length_correct": 9.0, "response_length_wrong": 12.0}
     for row in lengths(*[10.0] * 12, **causes):
         watch.observe(row)
     assert len(said) == 1  # once, not at every step
     for part in ("length collapse: responses shrank from 30.0 to", "(4.0 times as much)", "luspo does not",
+                 "the reward itself asks for shorter ones",
                  "20.0% of the negative", "bring algorithm.clip_low and clip_high closer"):
         assert part in said[0], part
 
