@@ -46,6 +46,7 @@ class Desk:
         if ranks.rank == 0:
             run_dir = Path(config.run.dir)
             self._progress = Progress(max(0, config.run.steps - state["step"]), run_dir=run_dir)
+            self._watch = MetricWatch(self._progress.warning)
             if resumed:
                 self._watch.recall(read_lines(run_dir / METRICS_FILE)[0])
                 self._progress.message(f"resuming after step {state['step']}")
@@ -61,7 +62,6 @@ class Desk:
             except BaseException:
                 self._close()
                 raise
-            self._watch = MetricWatch(self._progress.warning)
 
     def _start_controller(self, state: dict[str, Any]) -> ControllerClient:
         run_dir = Path(self._config.run.dir)

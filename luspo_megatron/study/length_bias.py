@@ -64,7 +64,7 @@ def run_one(config: LengthBiasConfig, variant: Variant, seed: int,
             on_steps: Callable[[int], None] = lambda steps: None) -> Row:
     """One training run; the row of runs.jsonl. Repeats exactly for equal arguments."""
     torch.set_num_threads(1)
-    began = time.perf_counter()
+    began = time.process_time()
     generator = torch.Generator().manual_seed(1000 + seed)
     policy = TabularPolicy(config.max_response_tokens, config.start_length)
     optimizer = torch.optim.Adam(policy.parameters(), lr=config.lr)
@@ -92,7 +92,7 @@ def run_one(config: LengthBiasConfig, variant: Variant, seed: int,
         "length_start": rows[0]["response_length_mean"], "length_end": end("response_length_mean"),
         "accuracy_start": rows[0]["pass_rate"], "accuracy_end": end("pass_rate"),
         "clip_positive": mean("clip_fraction_positive"), "clip_negative": mean("clip_fraction_negative"),
-        "seconds": time.perf_counter() - began,
+        "cpu_seconds": time.process_time() - began,
         "curve": {name: [row.get(name) for row in rows] for name in names},
     }
 
@@ -196,6 +196,7 @@ def main(config: LengthBiasConfig) -> int:
 
         for line in summary_lines(config, rows):
             progress.message(line)
-        progress.message(f"{len(rows)} runs in {time.monotonic() - began:.0f} s; {page}, {len(figures)} figures, "
-                         f"{out / RUNS_FILE}")
+        cpu = sum(row["cpu_seconds"] for row in rows)
+        progress.message(f"{len(rows)} runs in {time.monotonic() - began:.0f} s ({cpu:.0f} s of CPU time); {page}, "
+                         f"{len(figures)} figures, {out / RUNS_FILE}")
     return 0

@@ -131,10 +131,16 @@ def findings(config: LengthBiasConfig, found: Sequence[Outcome]) -> list[str]:
         sentences.append(
             f"GRPO: mean length {_went(grpo)}, from {min(grpo.ends):.1f} to {max(grpo.ends):.1f} between seeds. Its "
             f"weight per token is 1/n too, but its clip of {config.token_clip_low:g}/{config.token_clip_high:g} takes "
-            f"only {grpo.clip_positive:.1%} of the positive and {grpo.clip_negative:.1%} of the negative tokens, so "
+            f"only {grpo.clip_positive:.2%} of the positive and {grpo.clip_negative:.2%} of the negative tokens, so "
             + ("that nothing steady pushes the length: it is a random walk, and one seed says nothing." if
                max(grpo.clip_positive, grpo.clip_negative) < 0.05 and config.task == "neutral" else
                "that the push of the clip is another one than GSPO's."))
+    for item in found:
+        if item.algorithm in ("drgrpo", "dapo"):
+            sentences.append(
+                f"{item.label}: mean length {_went(item)}, from {min(item.ends):.1f} to {max(item.ends):.1f} between "
+                f"seeds. Its weight per token does not depend on the length either; its clip takes "
+                f"{item.clip_positive:.2%} of the positive and {item.clip_negative:.2%} of the negative tokens.")
     return sentences
 
 
@@ -147,6 +153,9 @@ def limits(config: LengthBiasConfig) -> list[str]:
         task,
         "LUSPO's weight is unbiased; its clip is not: a sequence ratio fluctuates more for short responses, so they "
         "are clipped more, and a wide or lopsided clip shortens LUSPO's responses too.",
+        "The objectives of a seed share prompts and luck, so their lengths wander together: compare objectives within "
+        "a seed, and do not count the seeds of two objectives as independent evidence. Without a push the mean length "
+        "still wanders, and upwards more easily than down, since it is the inverse of the stop probability.",
         "A tabular policy has no language model's habits, and its clip acts through Adam at one learning rate: signs "
         "and mechanism carry over, sizes do not. Nothing here says that longer responses are better.",
     ]

@@ -17,7 +17,6 @@ from luspo_megatron.weights.architecture import Architecture, find_family
 from luspo_megatron.weights.layouts import FusedQKV, GateUp, Layout, Replicated, Shape, Sharded, Vocab
 
 
-
 @dataclass(frozen=True)
 class Row:
     """One tensor kind. Names may hold {layer} and {expert}; `aliases` are other Megatron names of the same thing."""

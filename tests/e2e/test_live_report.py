@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from luspo_megatron import cli
 from luspo_megatron.report.compare import read_runs, write_comparison
 from luspo_megatron.report.html import write_report
 from tests.chromium import BINARY, DESKTOP, OVERFLOWS, OVERLAPS, PHONE, Browser
 from tests.unit.test_report_compare import make_run, serving
-from luspo_megatron import cli
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="needs Chromium (apt install chromium)")
 

@@ -25,7 +25,8 @@ from luspo_megatron.study.outcome import find, findings, outcomes, seeds_ahead
 from luspo_megatron.study.tabular import NO_HINT, STOP, THINKING, TabularPolicy, sample, start_accuracy
 from tests.unit.test_report_html import parse
 
-SMALL = LengthBiasConfig(steps=10, prompts=16, prompts_per_mini_batch=8, seeds=2, algorithms="luspo,gspo,grpo", workers=1)
+SMALL = LengthBiasConfig(steps=10, prompts=16, prompts_per_mini_batch=8, seeds=2, algorithms="luspo,gspo,grpo",
+                         workers=1)
 
 
 # --- the exact drift --------------------------------------------------------------------------------------------------
@@ -101,7 +102,7 @@ def test_only_the_need_task_pays_for_length():
 
 
 def plain(row):
-    return {name: value for name, value in row.items() if name != "seconds"}
+    return {name: value for name, value in row.items() if name != "cpu_seconds"}
 
 
 def test_runs_repeat_and_share_their_start():
@@ -116,7 +117,8 @@ def test_runs_repeat_and_share_their_start():
     assert len(curve["response_length_mean"]) == 11 and curve["step"] == list(range(11))
     assert curve["clip_fraction_negative"][-1] is None  # the last rollout is only measured
     assert found["gspo"]["clip_negative"] > 0.05 > found["grpo"]["clip_negative"]
-    first = {name: row["curve"]["token_weight_q1"][0] / row["curve"]["token_weight_q4"][0] for name, row in found.items()}
+    curves = {name: row["curve"] for name, row in found.items()}
+    first = {name: curve["token_weight_q1"][0] / curve["token_weight_q4"][0] for name, curve in curves.items()}
     assert first["luspo"] < 1.2 and first["gspo"] > 2 and first["grpo"] > 2
 
 
