@@ -28,6 +28,7 @@ setup(
         "pyyaml",
         "pyarrow",
         "tyro",
+        "docstring-parser",
         "matplotlib",
         "rich",
         "aiohttp",
@@ -43,6 +44,7 @@ setup(
         "sglang": ["sglang"],
         # CUDA only: the bare transformer-engine package without its CUDA half breaks `import megatron.core`.
         "te": ["transformer-engine[pytorch,core_cu13]"],
+        "trackers": ["wandb", "prometheus_client"],
         "demo": ["gguf", "accelerate"],  # examples/smollm2 unpacks a GGUF file with transformers
         "dev": [
             "pytest",
@@ -51,6 +53,9 @@ setup(
             "ruff",
             "mypy",
             "import-linter",
+            "jsonschema",
+            "prometheus_client",
+            "wandb",
         ],
     },
     entry_points={"console_scripts": ["luspo = luspo_megatron.cli:command"]},

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from luspo_megatron import __version__, config_checks, config_tools
+from luspo_megatron import __version__, config_checks, config_help, config_tools
 from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, SftConfig
 from luspo_megatron.config_io import field_types, load_config, split_words
 from luspo_megatron.config_tools import LengthBiasConfig, ModelStudyConfig, ReportConfig
@@ -92,6 +92,21 @@ def report(argv: Sequence[str]) -> int:
     return _call("luspo_megatron.report.command", config)
 
 
+def show_config(argv: Sequence[str]) -> int:
+    """Print the resolved settings and where each comes from; --diff A B; --schema for editors."""
+    if argv and argv[0] in ("-h", "--help"):
+        print(CONFIG_USAGE)
+        return 0
+    return config_help.main(argv, CONFIGS)
+
+
+CONFIGS = {"train": Config, "sft": SftConfig, "eval": EvalCommandConfig, "export": ExportConfig}
+CONFIG_USAGE = f"""usage: luspo config [{"|".join(CONFIGS)}] [FLAGS]
+
+luspo config [COMMAND] [--config FILE] [FLAGS]   the settings that the command would run with, and where each comes from
+luspo config [COMMAND] --diff A B                what differs between two YAML files or run folders
+luspo config [COMMAND] --schema                  JSON Schema of the command's YAML files, for editors"""
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sft": sft,
@@ -99,6 +114,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "export": export,
     "study": study,
     "report": report,
+    "config": show_config,
 }
 
 

@@ -24,6 +24,14 @@ class RunConfig:
     """Continue from the newest checkpoint in the run folder; without one, start anew."""
     tensorboard: bool = True
     """Write TensorBoard event files to <run.dir>/tensorboard."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases (pip install wandb); offline runs are uploaded by `wandb sync <run.dir>/wandb/offline-run-*`."""
+    wandb_project: str = "luspo"
+    """Project of the Weights & Biases run."""
+    prometheus_port: int = 0
+    """Port of an endpoint that Prometheus reads (pip install prometheus_client); 0: none."""
+    prometheus_host: str = "127.0.0.1"
+    """Address that the endpoint listens on; 0.0.0.0 lets other machines read it."""
     sample_table_every: int = 10
     """Print and record a few samples every so many steps; 0 turns it off."""
 

@@ -153,6 +153,13 @@ def canonical_flags(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
     return out
 
 
+def flag_names(flags: Sequence[str], types: dict[str, Any]) -> list[str]:
+    """The settings that canonical flags are about."""
+    negatives = {_negative(name): name for name in types}
+    written = [flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")]
+    return [negatives.get(name, name) for name in written]
+
+
 def _values_after(tokens: list[str], hint: Any) -> list[str]:
     """Take from ``tokens`` the values that belong to a flag of this type."""
     if hint is bool:

@@ -7,6 +7,7 @@ the control plane. While rank 0 waits for a rollout, the others wait in gloo, ne
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from luspo_megatron.report.metrics import METRICS_FILE, MetricSinks
 from luspo_megatron.report.progress import Phase, Progress
 from luspo_megatron.report.records import read_lines
 from luspo_megatron.report.summary import RunSummary, evaluations, print_summary, write_summary
+from luspo_megatron.report.trackers import Prometheus, Tracker, WandB
 from luspo_megatron.report.watch import MetricWatch
 from luspo_megatron.rollout.client import ControllerClient
 from luspo_megatron.run import resume_command, save_settings
@@ -55,8 +57,9 @@ class Desk:
             try:
                 self.client = self._start_controller(state)
                 # Only now, when data, rewards and engines are found good, is the run folder touched.
-                self._sinks = MetricSinks(run_dir, config.run.tensorboard, state["step"] if resumed else None,
-                                          warn=self._progress.warning)
+                resume_step = state["step"] if resumed else None
+                self._sinks = MetricSinks(run_dir, config.run.tensorboard, resume_step, warn=self._progress.warning,
+                                          trackers=trackers(config, run_dir, resume_step))
                 save_settings(config, run_dir)
                 write_environment(run_dir)
             except BaseException:
@@ -212,6 +215,17 @@ class Desk:
         write_report(run_dir)
         self._progress.close()
         print_summary(self._progress, summary)
+
+
+def trackers(config: Config, run_dir: Path, resume_step: int | None) -> list[Tracker]:
+    """Those that the configuration asks for, TensorBoard apart. What cannot start is a UserError."""
+    out: list[Tracker] = []
+    if config.run.prometheus_port:
+        out.append(Prometheus(config.run.prometheus_host, config.run.prometheus_port))
+    if config.run.wandb != "off":
+        run_dir.mkdir(parents=True, exist_ok=True)
+        out.append(WandB(run_dir, config.run.wandb, config.run.wandb_project, dataclasses.asdict(config), resume_step))
+    return out
 
 
 class _Silent:

@@ -27,6 +27,7 @@ def main(config: Config) -> int:
 def train(config: Config) -> None:
     """Trains to config.run.steps, or until asked to stop; resumes from the run folder's newest checkpoint."""
     from luspo_megatron.actor import checkpoint
+    from luspo_megatron.actor.expert_load import load_metrics
     from luspo_megatron.actor.optimizer import learning_rate
     from luspo_megatron.actor.policy_loss import policy_loss
     from luspo_megatron.algorithm.advantages import group_advantages
@@ -88,8 +89,9 @@ def train(config: Config) -> None:
             with desk.phase("sync"):
                 sync.push(state["weight_version"])
             old_logprobs = gather_old_logprobs(ranks, mini_batches, old)
-            desk.report(step, groups, lambda: step_metrics(samples, advantages, results, old_logprobs, lr=lr,  # noqa: B023
-                                                           weight_version=state["weight_version"]))  # noqa: B023
+            expert_load = ranks.gather(actor.expert_load.take())
+            desk.report(step, groups, lambda: load_metrics(expert_load) | step_metrics(  # noqa: B023
+                samples, advantages, results, old_logprobs, lr=lr, weight_version=state["weight_version"]))  # noqa: B023
 
             stopping = run.stop_agreed(ranks)
             last = step == config.run.steps

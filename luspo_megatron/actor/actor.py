@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from luspo_megatron.actor.expert_load import ExpertLoad
 from luspo_megatron.actor.loss_stage import HeadRequest, Objective, head, schedule_loss
 from luspo_megatron.actor.model import build_model
 from luspo_megatron.actor.optimizer import build_optimizer, set_rates, wrap_ddp
@@ -55,6 +56,7 @@ class Actor:
         self.device = platform().device
         self._aux_loss = bool(arch.is_moe and model.router_aux_loss_coef)
         self.gpt = build_model(arch, model, ranks.layout, parallel.sequence_parallel)
+        self.expert_load = ExpertLoad(self.gpt)
         self.model: Any = self.gpt
         self.optimizer: Any = None
         if trainable:
@@ -80,7 +82,7 @@ class Actor:
     # ------------------------------------------------------------------ forward and backward
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> list[tuple[Tensor, Tensor]] | None:
         """(log-probs [T], entropy [T]) of each micro-batch, 0 outside the response mask; None off the last stage."""
-        with torch.no_grad():
+        with torch.no_grad(), self.expert_load.counting():
             outputs = self._run(micro_batches, objective=None)
         return [(out[0], out[1]) for out in outputs] if self.ranks.is_last_stage else None
 

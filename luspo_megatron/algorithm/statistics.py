@@ -92,7 +92,8 @@ def step_statistics(
     _mean(metrics, "accuracy", is_correct.astype(np.float64))
     _mean(metrics, "length_mean", length)
     if length.size:
-        metrics["length_p95"] = float(np.percentile(length, 95))
+        for p in (5, 50, 95):
+            metrics[f"length_p{p:02d}"] = float(np.percentile(length, p))
         metrics["length_max"] = float(length.max())
     _mean(metrics, "length_mean_correct", length[is_correct])
     _mean(metrics, "length_mean_wrong", length[~is_correct])

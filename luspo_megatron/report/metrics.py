@@ -3,7 +3,7 @@
 Every metric the trainer may report is a row of ``METRICS`` with its unit and what it is averaged over; other names are
 written too (after the known ones, sorted), but have no description. The files are ``metrics.jsonl`` (one object per
 step), ``samples.jsonl`` and TensorBoard events; all are cut on resume, so that a resumed run's files equal those of an
-uninterrupted one apart from the timings. Left out: other trackers (read metrics.jsonl).
+uninterrupted one apart from the timings. Other trackers are in trackers.py.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ import json
 import math
 import numbers
 import os
-import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from luspo_megatron.errors import UserError
 from luspo_megatron.report.records import append_line, cut_after_step, dump_line, jsonable, set_aside, step_of
+from luspo_megatron.report.trackers import TensorBoard, Tracker
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
@@ -55,8 +53,8 @@ METRICS: dict[str, MetricSpec] = {spec.name: spec for spec in (
     MetricSpec("reward_mean", "", "Weighted reward", _SAMPLES, ".3f"),
     MetricSpec("pass_rate", "fraction", "Correct samples", _SAMPLES, ".1%"),
     MetricSpec("response_length_mean", "tokens", "Response length", _SAMPLES, ".1f"),
-    MetricSpec("response_length_p95", "tokens", "95th percentile of the response length",
-               "over the step's samples", ".1f"),
+    *(MetricSpec(f"response_length_p{p:02d}", "tokens", f"{p}th percentile of the response length",
+                 "over the step's samples", ".1f") for p in (5, 50, 95)),
     MetricSpec("response_length_correct", "tokens", "Response length of correct samples",
                "mean over correct samples", ".1f"),
     MetricSpec("response_length_wrong", "tokens", "Response length of wrong samples", "mean over wrong samples", ".1f"),
@@ -88,6 +86,10 @@ METRICS: dict[str, MetricSpec] = {spec.name: spec for spec in (
     MetricSpec("entropy", "nats", "Entropy of the policy", _TOKENS, ".3f"),
     MetricSpec("loss", "", "Loss of the objective (minimised)", _UPDATES, ".4f"),
     MetricSpec("gradient_norm", "", "Global gradient norm before clipping", _UPDATES, "#.3g"),
+    MetricSpec("expert_load_max", "times the mean", "Load of the busiest expert, in the layer where it is largest",
+               "routed tokens of the step over the layer's mean per expert", ".2f"),
+    MetricSpec("expert_idle_fraction", "fraction", "Experts that no token of the step was routed to",
+               "mean over the layers", ".1%"),
     MetricSpec("lr", "", "Learning rate", "of the step's last update", ".2e"),
     MetricSpec("num_updates", "updates", "Optimizer updates of the step", "count", "d"),
     MetricSpec("tokens", "tokens", "Prompt and response tokens of the step", "sum over the step's samples", "d"),
@@ -113,7 +115,8 @@ METRICS: dict[str, MetricSpec] = {spec.name: spec for spec in (
 )}
 STATISTICS_NAMES = {
     "reward_mean": "reward_mean", "pass_rate": "accuracy", "response_length_mean": "length_mean",
-    "response_length_p95": "length_p95", "response_length_correct": "length_mean_correct",
+    **{f"response_length_{p}": f"length_{p}" for p in ("p05", "p50", "p95")},
+    "response_length_correct": "length_mean_correct",
     "response_length_wrong": "length_mean_wrong", "truncated_fraction": "truncated_fraction",
     "zero_variance_fraction": "zero_variance_fraction", "kl_rollout": "kl_rollout_k3",
     "logprob_max_diff": "logprob_difference_max",
@@ -150,11 +153,12 @@ class MetricSinks:
 
     ``resume_step=None`` starts anew: files of an earlier run in the folder are renamed to ``<name>.1`` and so on.
     ``resume_step=s`` continues after step s: records of later steps are cut off.
-    ``warn`` receives one message for each value that is not a finite number (written as null).
+    ``trackers`` get the same rows, and are closed with this. ``warn`` receives one message for each value that is not a
+    finite number (written as null).
     """
 
     def __init__(self, run_dir: str | Path, tensorboard: bool = True, resume_step: int | None = None,
-                 warn: Callable[[str], None] = warnings.warn) -> None:
+                 warn: Callable[[str], None] = warnings.warn, trackers: Sequence[Tracker] = ()) -> None:
         self._dir = Path(run_dir)
         self._dir.mkdir(parents=True, exist_ok=True)
         self._warn = warn
@@ -172,7 +176,9 @@ class MetricSinks:
         self._last_size = len(lines[-1]) if lines else 0
         self._file = self._path.open("r+b" if self._path.exists() else "w+b")
         self._file.seek(0, os.SEEK_END)
-        self._events = _TensorBoard(self._dir / TENSORBOARD_FOLDER, resume_step) if tensorboard else None
+        self._trackers = list(trackers)
+        if tensorboard:
+            self._trackers.append(TensorBoard(self._dir / TENSORBOARD_FOLDER, resume_step))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step. The same step again adds to its row (seconds/save, a later evaluation).
@@ -193,8 +199,8 @@ class MetricSinks:
         self._file.truncate()
         self._file.flush()
         self._last, self._last_size = row, len(line)
-        if self._events:
-            self._events.write(step, values)
+        for tracker in self._trackers:
+            tracker.write(step, values)
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append samples (prompt, response, reward, length, correct) of a step to samples.jsonl."""
@@ -203,9 +209,8 @@ class MetricSinks:
 
     def close(self) -> None:
         self._file.close()
-        if self._events:
-            self._events.close()
-            self._events = None
+        while self._trackers:
+            self._trackers.pop().close()
 
     def __enter__(self) -> MetricSinks:
         return self
@@ -221,33 +226,3 @@ class MetricSinks:
             return None
         return jsonable(plain)
 
-
-class _TensorBoard:
-    """Scalars to a TensorBoard event file, without torch or tensorflow."""
-
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
-        try:
-            event_pb2: Any = import_module("tensorboard.compat.proto.event_pb2")
-            summary_pb2: Any = import_module("tensorboard.compat.proto.summary_pb2")
-            writer: Any = import_module("tensorboard.summary.writer.event_file_writer")
-        except ImportError as error:
-            raise UserError(f"run.tensorboard is on but the package tensorboard does not import ({error}); "
-                            "install it or set --run.tensorboard false") from error
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = writer.EventFileWriter(str(folder))
-        if resume_step is not None:
-            # TensorBoard drops the points at and after a START mark's step that earlier files of the folder hold.
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._writer.add_event(self._event(wall_time=time.time(), step=resume_step + 1, session_log=start))
-        self._writer.flush()
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        scalars = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()
-                   if isinstance(value, numbers.Real)]
-        if scalars:
-            self._writer.add_event(self._event(wall_time=time.time(), step=int(step),
-                                               summary=self._summary(value=scalars)))
-            self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()

@@ -77,7 +77,8 @@ STEP = {
 def test_step_statistics():
     metrics = step_statistics(**STEP, clipped=[1, 0, 0, 1, 1, 1])
     assert metrics == pytest.approx({
-        "reward_mean": 1 / 3, "accuracy": 1 / 3, "length_mean": 5, "length_p95": 9.5, "length_max": 10,
+        "reward_mean": 1 / 3, "accuracy": 1 / 3,
+        "length_mean": 5, "length_p05": 0.5, "length_p50": 5, "length_p95": 9.5, "length_max": 10,
         "length_mean_correct": 7, "length_mean_wrong": 4, "truncated_fraction": 1 / 6,
         "zero_variance_groups": 1, "zero_variance_fraction": 1 / 3,
         # acting: 10 (+, clipped), 2 (-), 4 (+), 8 (-, clipped); median 6
