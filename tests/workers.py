@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 _POOLS: dict[int, WorkerPool] = {}
-RUNS_PER_POOL = 6
+RUNS_PER_POOL = 20
 
 
 def _serve(rank: int, size: int, store_path: str, connection: Any) -> None:

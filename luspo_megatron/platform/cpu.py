@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from luspo_megatron.platform.gloo import share_device
+
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "rand", "randn", "randint", "eye", "linspace",
              "empty_like", "zeros_like", "ones_like", "full_like")
@@ -58,6 +60,7 @@ def _patch_once() -> None:
     _redirect_rng()
     _no_compile()
     _uneven_collectives()
+    share_device()
     # these import megatron, so they come last
     _patch_megatron()
 
