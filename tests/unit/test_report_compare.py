@@ -41,7 +41,8 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for part in ("Comparison of 2 runs", "b<&", "1 min 01 s", "1 without a summary", "Settings that differ",
                  "algorithm.objective", "Response length", "30.0% \u00b1 1.0%", "Effective weight per token, shortest"):
         assert part in text, part
-    assert "algorithm.clip_low" not in text and "run.dir" not in text  # the same in both; a folder is no setting
+    assert ">algorithm.objective<" in html
+    assert ">algorithm.clip_low<" not in html and ">run.dir<" not in html  # the same in both; a folder is no setting
     assert html.count('class="chart"') > 25
 
 

@@ -91,7 +91,7 @@ def test_a_usual_run_has_charts_tiles_and_tables(tmp_path: Path) -> None:
                  "Held-out evaluation", "Seconds per step", "Total times", "<here> & there", "advantage > 0",
                  "w (2 times, steps 3 to 5)", "tokens/s", "step 30"):
         assert part in text, part
-    assert html.count('class="chart"') == 20
+    assert html.count('class="chart"') == 22
     assert "prefers-color-scheme: dark" in html and 'name="viewport"' in html
 
 
