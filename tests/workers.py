@@ -8,6 +8,7 @@ A worker that fails or hangs takes its pool down; the next test gets a new one.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing as mp
 import os
 import tempfile
@@ -16,8 +17,10 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
+import psutil
+
 _POOLS: dict[int, WorkerPool] = {}
-RUNS_PER_POOL = 20
+RUNS_PER_POOL = 6
 
 
 def _serve(rank: int, size: int, store_path: str, connection: Any) -> None:
@@ -94,14 +97,18 @@ class WorkerPool:
     def close(self) -> None:
         _POOLS.pop(self.size, None)
         for process in self._processes:
-            process.kill()
+            # megatron's checkpoint writer leaves helpers in each rank, which outlive a rank that is killed
+            helpers = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
+            for one in (process, *helpers):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
         for process in self._processes:
             process.join()
         self._folder.cleanup()
 
 
 def pool(size: int) -> WorkerPool:
-    # megatron's DDP holds itself through autograd hooks, and with it dozens of process groups and their threads
+    # megatron's DDP holds itself through autograd hooks, and with it its model and dozens of process groups
     if size in _POOLS and _POOLS[size].runs >= RUNS_PER_POOL:
         _POOLS[size].close()
     if size not in _POOLS:
