@@ -58,11 +58,10 @@ def check_run_folder(run_dir: str, resume: bool) -> None:
 def check_start(model: ModelConfig) -> None:
     """The weights that engines and the actor start from. A Megatron checkpoint's tensors are checked when loaded."""
     check_weights(model.hf, model.family)
-    names = ("dist/.metadata", ".metadata")
-    if model.megatron and not any((Path(model.megatron) / name).is_file() for name in names):
-        raise UserError(f"model.megatron {model.megatron}: not a Megatron checkpoint (no dist/.metadata); give a "
-                        "folder that tools/checkpoint_convert/hf_to_megatron.py wrote, or one like "
-                        "checkpoints/step-000010")
+    if model.megatron:
+        from luspo_megatron.actor.checkpoint import dist_folder
+
+        dist_folder(model.megatron)
 
 
 def check_weights(folder: str, family: str = "") -> None:

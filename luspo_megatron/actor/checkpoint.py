@@ -94,14 +94,18 @@ def load(actor: Actor, checkpoint: str | Path, *, with_optimizer: bool = True) -
 
 def load_weights(actor: Actor, folder: str | Path) -> None:
     """Only the model, on all ranks, from a checkpoint, a converted folder, or a bare torch_dist folder."""
-    folder = Path(folder)
-    dist = folder / "dist" if (folder / "dist").is_dir() else folder
-    if not (dist / ".metadata").is_file():
-        raise UserError(f"{folder}: not a Megatron checkpoint (no dist/.metadata); give a folder that "
-                        "tools/checkpoint_convert/hf_to_megatron.py wrote, or one like step-000010")
-    _load_dist(actor, dist, with_optimizer=False)
+    _load_dist(actor, dist_folder(folder), with_optimizer=False)
     if actor.optimizer is not None:
         actor.optimizer.reload_model_params()
+
+
+def dist_folder(folder: str | Path) -> Path:
+    """The torch_dist folder of model.megatron. UserError where it is none of the three above."""
+    for found in (Path(folder) / "dist", Path(folder)):
+        if (found / ".metadata").is_file():
+            return found
+    raise UserError(f"model.megatron {folder}: not a Megatron checkpoint (no dist/.metadata); give a folder that "
+                    "tools/checkpoint_convert/hf_to_megatron.py wrote, or one like checkpoints/step-000010")
 
 
 def _load_dist(actor: Actor, folder: Path, *, with_optimizer: bool) -> None:

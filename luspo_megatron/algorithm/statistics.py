@@ -104,9 +104,9 @@ def step_statistics(
         metrics["zero_variance_groups"] = float(sum(silent))
         metrics["zero_variance_fraction"] = float(np.mean(silent))
     if clipped is not None:
-        active = 1 - np.asarray(clipped, np.float64)
-        metrics.update(_clip_fractions(1 - active, length, advantage))
-        _mean(metrics, "drift_kappa", (advantage * active)[length > 0])
+        fraction = np.asarray(clipped, np.float64)
+        metrics.update(_clip_fractions(fraction, length, advantage))
+        _mean(metrics, "drift_kappa", (advantage * (1 - fraction))[length > 0])
     if token_weights is not None:
         metrics.update(_length_weights(np.asarray(token_weights, np.float64), length, advantage))
     if rollout_logprobs is not None and old_logprobs is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -172,14 +172,19 @@ def blocks(source: Source, pieces: PieceMap, entry: Entry, dtype: torch.dtype | 
 def runs(pieces: PieceMap, entries: range, itemsize: int, most_bytes: int = 64 * 2**20,
          most_entries: int = 512) -> list[tuple[int, int]]:
     """Cuts a range of entry numbers into consecutive (first, last) runs of about `most_bytes`."""
+    sizes = [pieces.nbytes(pieces.entries[number], itemsize) for number in entries]
+    return [(entries.start + first, entries.start + last) for first, last in cuts(sizes, most_bytes, most_entries)]
+
+
+def cuts(sizes: Sequence[int], most_bytes: int, most_items: int | None = None) -> list[tuple[int, int]]:
+    """Consecutive (first, last) positions whose sizes add up to at most `most_bytes`; a larger one stands alone."""
     out: list[tuple[int, int]] = []
-    first, size = entries.start, 0
-    for number in entries:
-        nbytes = pieces.nbytes(pieces.entries[number], itemsize)
-        if number > first and (size + nbytes > most_bytes or number - first >= most_entries):
-            out.append((first, number))
-            first, size = number, 0
+    first, size = 0, 0
+    for at, nbytes in enumerate(sizes):
+        if at > first and (size + nbytes > most_bytes or at - first == most_items):
+            out.append((first, at))
+            first, size = at, 0
         size += nbytes
-    if first < entries.stop:
-        out.append((first, entries.stop))
+    if sizes:
+        out.append((first, len(sizes)))
     return out

@@ -20,7 +20,7 @@ from luspo_megatron.convert.hf_files import INDEX, make_header
 from luspo_megatron.convert.manifest import write_manifest
 from luspo_megatron.convert.pieces import PieceMap
 from luspo_megatron.convert.pool import Pool, Progress, advance
-from luspo_megatron.convert.sources import Hashes, HfSource, Source, blocks, open_checkpoint, runs
+from luspo_megatron.convert.sources import Hashes, HfSource, Source, blocks, cuts, open_checkpoint, runs
 from luspo_megatron.convert.steps import Summary, check_written, disk_errors, main_dtype, require_once, target_dtypes
 from luspo_megatron.convert.tensors import pwrite, raw, write_durably
 from luspo_megatron.convert.workspace import Workspace, is_complete, source_files
@@ -42,22 +42,15 @@ class Shard:
 
 def plan_shards(pieces: PieceMap, dtypes: dict[int, torch.dtype], shard_bytes: int) -> list[Shard]:
     """Consecutive entries up to `shard_bytes`; an entry that is larger is a shard of its own."""
-    cuts: list[tuple[int, int]] = []
-    first, size = 0, 0
-    for number, entry in enumerate(pieces.entries):
-        nbytes = pieces.nbytes(entry, dtypes[number].itemsize)
-        if number > first and size + nbytes > shard_bytes:
-            cuts.append((first, number))
-            first, size = number, 0
-        size += nbytes
-    cuts.append((first, len(pieces.entries)))
+    sizes = [pieces.nbytes(entry, dtypes[number].itemsize) for number, entry in enumerate(pieces.entries)]
+    parts = cuts(sizes, shard_bytes)
     shards = []
-    for i, (first, last) in enumerate(cuts):
+    for i, (first, last) in enumerate(parts):
         tensors: dict[str, tuple[torch.dtype, Shape]] = {
             name: (dtypes[number], shape) for number in range(first, last)
             for name, shape in pieces.entries[number].hf_tensors}
         header, starts, total = make_header(tensors)
-        shards.append(Shard(f"model-{i + 1:05d}-of-{len(cuts):05d}.safetensors", first, last, header, starts, total))
+        shards.append(Shard(f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors", first, last, header, starts, total))
     return shards
 
 

@@ -25,7 +25,7 @@ from luspo_megatron.convert.dist_files import ChunkFile
 from luspo_megatron.convert.manifest import write_manifest
 from luspo_megatron.convert.pieces import PieceMap
 from luspo_megatron.convert.pool import Pool, Progress, advance
-from luspo_megatron.convert.sources import Hashes, MegatronSource, Source, blocks, open_checkpoint, runs
+from luspo_megatron.convert.sources import Hashes, MegatronSource, Source, blocks, cuts, open_checkpoint
 from luspo_megatron.convert.steps import Summary, check_written, disk_errors, main_dtype, require_once, target_dtypes
 from luspo_megatron.convert.tensors import write_durably
 from luspo_megatron.convert.workspace import Workspace, is_complete, source_files
@@ -74,10 +74,8 @@ def plan_files(pieces: PieceMap, layout: Layout, itemsize: int) -> dict[str, lis
         groups.setdefault(layout.group(entry, pieces.table.arch), []).append(number)
     files = {}
     for group, numbers in sorted(groups.items()):
-        # runs() cuts consecutive numbers; here they are positions in the group
-        view = PieceMap(pieces.table, pieces.vocab_rows)
-        view.entries = [pieces.entries[number] for number in numbers]
-        for n, (first, last) in enumerate(runs(view, range(len(numbers)), itemsize, most, MOST_ENTRIES)):
+        sizes = [pieces.nbytes(pieces.entries[number], itemsize) for number in numbers]
+        for n, (first, last) in enumerate(cuts(sizes, most, MOST_ENTRIES)):
             files[f"__{group}_{n}.distcp"] = numbers[first:last]
     return files
 

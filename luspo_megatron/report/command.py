@@ -6,8 +6,7 @@ from pathlib import Path
 
 from luspo_megatron.config_tools import ReportConfig
 from luspo_megatron.report.compare import read_runs, write_comparison
-from luspo_megatron.report.html import REPORT_FILE, render
-from luspo_megatron.report.records import write_atomic
+from luspo_megatron.report.html import write_report
 from luspo_megatron.report.serve import serve
 
 COMPARISON_FILE = "comparison.html"
@@ -18,8 +17,7 @@ def main(config: ReportConfig) -> int:
         return serve(config.runs, config.port, config.refresh, lambda text: print(text, flush=True))
     runs = read_runs(config.runs)
     if len(runs) == 1:
-        folder = runs[0].folder
-        path = write_atomic(Path(config.out or folder / REPORT_FILE), render(folder).encode("utf-8", errors="replace"))
+        path = write_report(runs[0].folder, config.out)
     else:
         path = write_comparison(runs, Path(config.out or runs[0].folder.resolve().parent / COMPARISON_FILE))
     print(path)

@@ -18,7 +18,7 @@ from luspo_megatron.errors import UserError
 from luspo_megatron.report.binning import number
 from luspo_megatron.report.charts import CHARTS
 from luspo_megatron.report.html import CONFIG_FILE
-from luspo_megatron.report.length_change import WINDOW, describe, length_change
+from luspo_megatron.report.length_change import WINDOW, change_over, story
 from luspo_megatron.report.metrics import METRICS, METRICS_FILE
 from luspo_megatron.report.overlay import Line, overlay_figure
 from luspo_megatron.report.progress import WARNINGS_FILE
@@ -130,9 +130,8 @@ def _overview(runs: Sequence[RunData]) -> str:
     rows = []
     for run in runs:
         rates = evaluations(run.folder)
-        change = _change(run)
-        length = ("-", "-", "-") if change is None else (f"{change.start:.1f}", f"{change.now:.1f}",
-                                                         f"{change.now / change.start - 1:+.0%}")
+        change = change_over(run.training)
+        length = ("-", "-", "-") if change is None else (f"{change.start:.1f}", f"{change.now:.1f}", change.share)
         seed = run.settings.get("run.seed")
         rows.append((visible(_own_name(run, runs), lines=False),
                      visible(run.settings.get("algorithm.objective", "-"), lines=False),
@@ -154,18 +153,11 @@ def _rate(rates: Mapping[str, float | None], when: str) -> str:
     return rate(value) + (f" \u00b1 {error:.1%}" if error is not None else "")
 
 
-def _change(run: RunData) -> Any:
-    training = run.training
-    return length_change(training[:WINDOW], training[-WINDOW:]) if training else None
-
-
 def _lengths(runs: Sequence[RunData]) -> str:
     """What the length of each run did, in words; only of runs long enough to tell."""
     items = []
     for run in runs:
-        training, change = run.training, _change(run)
-        if change is not None and len(training) >= 2 * WINDOW:
-            text = describe(change, training[:WINDOW], training[-WINDOW:])
+        if text := story(run.training):
             items.append(f"<li><b>{escape(visible(_own_name(run, runs), lines=False))}</b>: {escape(text)}.</li>")
     return f'<h2>Response length</h2><ul class="plain">{"".join(items)}</ul>' if items else ""
 

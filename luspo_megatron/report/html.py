@@ -19,7 +19,7 @@ from luspo_megatron.errors import UserError
 from luspo_megatron.report.binning import number
 from luspo_megatron.report.charts import CHARTS, OTHER, figure, phase_title, timing_figure, with_other
 from luspo_megatron.report.environment import read_environment
-from luspo_megatron.report.length_change import WINDOW, describe, length_change
+from luspo_megatron.report.length_change import WINDOW, story
 from luspo_megatron.report.metrics import METRICS, METRICS_FILE, PHASES, SAMPLES_FILE, format_metric
 from luspo_megatron.report.progress import WARNINGS_FILE
 from luspo_megatron.report.records import read_lines, step_of, write_atomic
@@ -37,12 +37,13 @@ WARNINGS_SHOWN = 30
 Row = Mapping[str, Any]
 
 
-def write_report(run_dir: str | Path) -> Path:
-    """Write <run_dir>/report.html and return its path. Raises UserError when the folder does not exist."""
+def write_report(run_dir: str | Path, out: str | Path = "") -> Path:
+    """Write ``out`` (empty: <run_dir>/report.html) and return its path. Raises UserError when the folder does not
+    exist."""
     folder = Path(run_dir)
     if not folder.is_dir():
         raise UserError(f"run folder {folder} does not exist; give the folder that the run wrote (run.dir)")
-    return write_atomic(folder / REPORT_FILE, render(folder).encode("utf-8", errors="replace"))
+    return write_atomic(Path(out or folder / REPORT_FILE), render(folder).encode("utf-8", errors="replace"))
 
 
 def render(folder: Path, script: str = "") -> str:
@@ -146,11 +147,9 @@ def _warnings(folder: Path, bad_lines: int) -> str:
 def _length(rows: Sequence[Row]) -> str:
     """What the response length did, as sentences; "" for runs too short to tell."""
     training = [row for row in rows if number(row.get("response_length_mean")) is not None]
-    first, last = training[:WINDOW], training[-WINDOW:]
-    change = length_change(first, last) if len(training) >= 2 * WINDOW else None
-    if change is None:
+    text = story(training)
+    if not text:
         return ""
-    text = describe(change, first, last)
     return (f"<h2>Response length</h2><p>{escape(text[0].upper() + text[1:])}.</p>"
             f'<p class="note">Means of the first and of the last {WINDOW} steps.</p>')
 

@@ -36,7 +36,12 @@ class LengthChange:
     @property
     def text(self) -> str:
         """from 34.2 to 18.1 tokens (-47%)"""
-        return f"from {self.start:.1f} to {self.now:.1f} tokens ({self.now / self.start - 1:+.0%})"
+        return f"from {self.start:.1f} to {self.now:.1f} tokens ({self.share})"
+
+    @property
+    def share(self) -> str:
+        """-47%"""
+        return f"{self.now / self.start - 1:+.0%}"
 
 
 def length_change(first: Sequence[Row], last: Sequence[Row]) -> LengthChange | None:
@@ -50,6 +55,17 @@ def length_change(first: Sequence[Row], last: Sequence[Row]) -> LengthChange | N
     elif now > EXPLOSION * start:
         kind = "explosion"
     return LengthChange(start, now, kind)
+
+
+def change_over(training: Sequence[Row]) -> LengthChange | None:
+    """From the first to the last WINDOW of a run's training steps."""
+    return length_change(training[:WINDOW], training[-WINDOW:])
+
+
+def story(training: Sequence[Row]) -> str:
+    """`describe` of a whole run; "" for one too short to tell."""
+    change = change_over(training) if len(training) >= 2 * WINDOW else None
+    return describe(change, training[:WINDOW], training[-WINDOW:]) if change is not None else ""
 
 
 def describe(change: LengthChange, first: Sequence[Row], last: Sequence[Row]) -> str:

@@ -56,15 +56,16 @@ class Pages:
         self._script = SCRIPT.replace("REFRESH", str(round(refresh * 1000)))
         self._lock = threading.Lock()
         self._state: tuple[Any, ...] | None = None
-        self._page = b""
+        self._page, self._tag = b"", ""
 
     def get(self) -> tuple[bytes, str]:
         with self._lock:
             state = self._files()
             if state != self._state:
                 self._page = self._render().encode("utf-8", errors="replace")
+                self._tag = f'"{hashlib.sha256(self._page).hexdigest()[:32]}"'
                 self._state = state
-            return self._page, f'"{hashlib.sha256(self._page).hexdigest()[:32]}"'
+            return self._page, self._tag
 
     def _files(self) -> tuple[Any, ...]:
         found: list[Any] = []

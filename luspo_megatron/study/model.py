@@ -23,11 +23,10 @@ from luspo_megatron.config import Config
 from luspo_megatron.config_io import save_config
 from luspo_megatron.config_tools import ModelStudyConfig, algorithms_of, variant
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.report.compare import RunData, read_run, render_comparison
-from luspo_megatron.report.length_change import WINDOW, mean_of
+from luspo_megatron.report.compare import RunData, read_run, write_comparison
+from luspo_megatron.report.length_change import change_over
 from luspo_megatron.report.metrics import METRICS_FILE
 from luspo_megatron.report.progress import Phase, Progress
-from luspo_megatron.report.records import write_atomic
 from luspo_megatron.report.shell import table
 from luspo_megatron.report.summary import evaluations, read_summary
 from luspo_megatron.study.outcome import NAMES
@@ -56,8 +55,8 @@ def main(config: ModelStudyConfig) -> int:
         if not done:
             raise UserError(f"{out} holds no complete run of this study; run it without --report_only")
         runs = [read_run(Path(job.run.dir), NAMES[job.algorithm.objective]) for job in done]
-        page = render_comparison(runs, title="Length-bias study on a model", intro=intro(runs, len(jobs)))
-        path = write_atomic(out / "report.html", page.encode("utf-8", errors="replace"))
+        path = write_comparison(runs, out / "report.html", title="Length-bias study on a model",
+                                intro=intro(runs, len(jobs)))
         for sentence in findings(runs):
             progress.message(sentence)
         progress.message(str(path))
@@ -112,23 +111,18 @@ def _steps(folder: Path) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------- the report
-def lengths(run: RunData) -> tuple[float, float] | None:
-    """(first, last) mean response length, each over WINDOW steps."""
-    first, last = (mean_of(rows, "response_length_mean") for rows in (run.training[:WINDOW], run.training[-WINDOW:]))
-    return None if first is None or last is None else (first, last)
-
-
 def findings(runs: Sequence[RunData]) -> list[str]:
     """Sentences on what these runs did, without a judgement of why."""
     ends: dict[str, dict[int, float]] = {}
     sentences = []
     for label in dict.fromkeys(run.label for run in runs):
         group = [run for run in runs if run.label == label]
-        pairs = {int(run.settings.get("run.seed", 0)): pair for run in group if (pair := lengths(run))}
-        if not pairs:
+        changes = {int(run.settings.get("run.seed", 0)): change for run in group
+                   if (change := change_over(run.training))}
+        if not changes:
             continue
-        ends[label] = {seed: last for seed, (_, last) in pairs.items()}
-        start, end = fmean(first for first, _ in pairs.values()), fmean(ends[label].values())
+        ends[label] = {seed: change.now for seed, change in changes.items()}
+        start, end = fmean(change.start for change in changes.values()), fmean(ends[label].values())
         text = (f"{label}: response length in training {start:.1f} to {end:.1f} tokens ({end / start - 1:+.0%}; by "
                 f"seed {min(ends[label].values()):.1f} to {max(ends[label].values()):.1f})")
         rates = [evaluations(run.folder) for run in group]
@@ -149,9 +143,9 @@ def intro(runs: Sequence[RunData], planned: int) -> str:
     """The findings, their limits, and a table of lengths by seed, as HTML."""
     rows = []
     for run in runs:
-        pair = lengths(run)
-        rows.append((run.folder.name, *(("-", "-", "-") if pair is None else
-                                        (f"{pair[0]:.1f}", f"{pair[1]:.1f}", f"{pair[1] / pair[0] - 1:+.0%}"))))
+        change = change_over(run.training)
+        rows.append((run.folder.name, *(("-", "-", "-") if change is None else
+                                        (f"{change.start:.1f}", f"{change.now:.1f}", change.share))))
     gone = planned - len(runs)
     missing = f" {gone} of the {planned} planned runs are not complete and left out." if gone else ""
     caution = ("The task has its own wishes about the length (correct responses have the length their answer needs), a "
