@@ -44,7 +44,7 @@ setup(
         "sglang": ["sglang"],
         # CUDA only: the bare transformer-engine package without its CUDA half breaks `import megatron.core`.
         "te": ["transformer-engine[pytorch,core_cu13]"],
-        "trackers": ["wandb", "prometheus_client"],
+        "trackers": ["wandb", "prometheus-client"],
         "demo": ["gguf", "accelerate"],  # examples/smollm2 unpacks a GGUF file with transformers
         "dev": [
             "pytest",
@@ -54,7 +54,7 @@ setup(
             "mypy",
             "import-linter",
             "jsonschema",
-            "prometheus_client",
+            "prometheus-client",
             "wandb",
         ],
     },

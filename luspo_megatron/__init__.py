@@ -1,7 +1,8 @@
 """luspo_megatron: RLVR training of large MoE models with LUSPO on Megatron-core shards.
 
 `from luspo_megatron import Config, load, train` is the Python interface (api.py). Its imports wait until it is asked
-for: this file is also read inside engines, whose environments lack the packages that it needs.
+for: this file is also read inside engines, whose environments lack the packages that it needs. No module of the
+package may bear one of these names: importing it would put the module in the place of the function.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -31,7 +31,7 @@ def train(argv: Sequence[str]) -> int:
     config_checks.require(config_checks.validate(config))
     for line in config_checks.warnings(config, config_checks.model_facts(config.model)):
         _warn(line)
-    return _call("luspo_megatron.train", config)
+    return _call("luspo_megatron.trainer", config)
 
 
 def sft(argv: Sequence[str]) -> int:

@@ -34,7 +34,7 @@ def sft(config: SftConfig) -> None:
     from luspo_megatron.data.tokenizer import load_tokenizer
     from luspo_megatron.report.metrics import MetricSinks
     from luspo_megatron.report.progress import Progress
-    from luspo_megatron.train import export_policy
+    from luspo_megatron.trainer import export_policy
 
     install_stop()
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.hf, config.model.hf)

@@ -66,11 +66,11 @@ class NoSync:
 
 def train_on_script(rank: int, flags: list[str]) -> None:
     """`luspo train` in this process with scripted rollouts and no engines."""
-    from luspo_megatron import desk, train
+    from luspo_megatron import desk, trainer
 
     config = load_config(Config, flags)
     with mock.patch.object(desk.ControllerClient, "start", lambda *_, **__: ScriptedController(config)), \
-            mock.patch.object(train, "weight_sync", lambda *_: NoSync()):
+            mock.patch.object(trainer, "weight_sync", lambda *_: NoSync()):
         _train(config)
 
 
@@ -90,10 +90,10 @@ def train_and_spoil(rank: int, flags: list[str], version: int, name: str, by: fl
 
 
 def _train(config: Config) -> None:
-    from luspo_megatron import train
+    from luspo_megatron import trainer
     from luspo_megatron.actor.groups import leave
 
     try:
-        train.train(config)
+        trainer.train(config)
     finally:
         leave()

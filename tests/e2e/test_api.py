@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -10,12 +11,18 @@ from pathlib import Path
 
 import pytest
 
+import luspo_megatron
 from luspo_megatron import Config, RunResult, load, train
 from luspo_megatron.config_io import load_config
 from luspo_megatron.errors import RunError, UserError
 from tests.e2e.project import ROOT, Project, rows
 
 DOCUMENT = ROOT / "docs/api.md"
+
+
+def test_no_module_hides_a_name_of_the_interface() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(luspo_megatron.__path__)}
+    assert "api" in modules and not modules & set(luspo_megatron._API)
 
 
 def test_the_notebook_of_the_document(project: Project, tmp_path: Path) -> None:

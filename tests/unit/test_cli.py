@@ -79,7 +79,7 @@ def test_train_is_dispatched_and_warns(worker, tmp_path, capsys, monkeypatch):
         '"intermediate_size": 8, "vocab_size": 9, "rms_norm_eps": 1e-6, "rope_theta": 1e4, '
         '"max_position_embeddings": 4096}'
     )
-    calls = worker("luspo_megatron.train", result=3)
+    calls = worker("luspo_megatron.trainer", result=3)
     flags = ["train", "--model.hf", str(tmp_path), "--data.prompts", "reasoning_gym:chain_sum"]
     assert cli.main([*flags, "--algorithm.clip_low", "0.2"]) == 3
     assert isinstance(calls[0], Config) and calls[0].algorithm.clip_low == 0.2

@@ -21,7 +21,7 @@ from luspo_megatron.types import Group
 def main(config: Config) -> int:
     from luspo_megatron.preflight import check_train
 
-    return run.start("luspo_megatron.train", config, config.run.dir, config.parallel.world_size, train, check_train)
+    return run.start("luspo_megatron.trainer", config, config.run.dir, config.parallel.world_size, train, check_train)
 
 
 def train(config: Config) -> None:
