@@ -107,8 +107,9 @@ def _weights(last: Sequence[Row]) -> str:
         return ""
     if long <= 0 or short / long > UNEVEN_WEIGHTS:
         times = "" if long <= 0 else f" ({short / long:.1f} times as much)"
-        return (f"A token of the shortest quarter of the responses weighs more than one of the longest{times}: the "
-                "objective favours short responses whatever the reward; algorithm.objective=luspo does not")
+        return (f"A token of the shortest quarter of the responses weighs more than one of the longest{times}: with an "
+                "objective that divides by the response length (gspo, grpo) the objective does that, whatever the "
+                "reward; with luspo only the clip can, where it takes more of the long ones")
     if short <= 0 or long / short > UNEVEN_WEIGHTS:
         return ("A token of the longest quarter of the responses weighs more than one of the shortest: the clip takes "
                 "more of the short ones")
