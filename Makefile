@@ -62,6 +62,10 @@ lint: setup ## style, types, and the directions of imports
 test: setup ## run all tests
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
 
+.PHONY: test-slurm
+test-slurm: setup ## launches, requeue and preemption on a Slurm cluster that is started on this machine (as root)
+	$(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
+
 .PHONY: demo
 demo: setup ## build, cold-start, train and evaluate a tiny Qwen3-MoE on this machine's CPU (about 10 minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON='$(CURDIR)/$(BIN)/python' bash examples/qwen3_moe/tiny_cpu.sh $(DEMO_ARGS)

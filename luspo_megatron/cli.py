@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from luspo_megatron import __version__, config_checks, config_help, config_tools
-from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, SftConfig
+from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, ParityConfig, SftConfig
 from luspo_megatron.config_io import field_types, load_config, split_words
 from luspo_megatron.config_tools import LengthBiasConfig, ModelStudyConfig, ReportConfig
 from luspo_megatron.config_yaml import suggestion
@@ -55,6 +55,20 @@ def export(argv: Sequence[str]) -> int:
     return _call("luspo_megatron.export", config)
 
 
+def plan(argv: Sequence[str]) -> int:
+    """Check a configuration and show what it takes (ranks, batches, memory, sync, time), without a GPU."""
+    module = importlib.import_module("luspo_megatron.planning.plan")
+    return int(module.main(argv))
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Look at this machine and, with flags of luspo train, at a configuration's model, data and reward."""
+    words = ["--config", *argv] if argv and not argv[0].startswith("-") else list(argv)
+    config = load_config(Config, words, prog="luspo doctor", description=_summary(doctor)) if words else None
+    module = importlib.import_module("luspo_megatron.doctor.main")
+    return int(module.main(config))
+
+
 def study(argv: Sequence[str]) -> int:
     """Compare objectives by what they do to the response length (length-bias | model)."""
     if not argv or argv[0] in ("-h", "--help"):
@@ -92,6 +106,13 @@ def report(argv: Sequence[str]) -> int:
     return _call("luspo_megatron.report.command", config)
 
 
+def parity(argv: Sequence[str]) -> int:
+    """Compare Hugging Face, actor and engines: weights by checksums, log-probs on the same tokens."""
+    config = load_config(ParityConfig, argv, prog="luspo parity", description=_summary(parity))
+    config_checks.require(config_checks.validate_parity(config))
+    return _call("luspo_megatron.parity", config)
+
+
 def show_config(argv: Sequence[str]) -> int:
     """Print the resolved settings and where each comes from; --diff A B; --schema for editors."""
     if argv and argv[0] in ("-h", "--help"):
@@ -100,7 +121,8 @@ def show_config(argv: Sequence[str]) -> int:
     return config_help.main(argv, CONFIGS)
 
 
-CONFIGS = {"train": Config, "sft": SftConfig, "eval": EvalCommandConfig, "export": ExportConfig}
+CONFIGS = {"train": Config, "sft": SftConfig, "eval": EvalCommandConfig, "export": ExportConfig,
+           "parity": ParityConfig}
 CONFIG_USAGE = f"""usage: luspo config [{"|".join(CONFIGS)}] [FLAGS]
 
 luspo config [COMMAND] [--config FILE] [FLAGS]   the settings that the command would run with, and where each comes from
@@ -112,8 +134,11 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "sft": sft,
     "eval": evaluate,
     "export": export,
+    "plan": plan,
+    "doctor": doctor,
     "study": study,
     "report": report,
+    "parity": parity,
     "config": show_config,
 }
 

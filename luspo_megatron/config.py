@@ -117,6 +117,18 @@ class RolloutConfig:
     """Engine servers that the run starts by itself."""
     urls: tuple[str, ...] = ()
     """External engine servers; when given, none is started."""
+    engine_args: tuple[str, ...] = ()
+    """Flags for vLLM or SGLang itself, as its own documentation names them; they win over the ones set here. One string
+    may hold several, e.g. "--tensor-parallel-size 8 --enable-expert-parallel"."""
+    engine_python: str = ""
+    """Python interpreter of the environment that the engine is installed in; empty: this program's own."""
+    engine_env: tuple[str, ...] = ()
+    """Environment variables of the engines, each as NAME=value."""
+    in_flight_updates: bool = False
+    """vLLM and SGLang: a weight push freezes running sequences, which go on under the new weights; otherwise it waits
+    for them."""
+    routed_experts: bool = False
+    """Have the engine report the experts that its router chose (routing replay); SGLang, and vLLM on GPUs."""
     prompts_per_step: int = 128
     """Prompts per rollout step."""
     group_size: int = 8
@@ -128,7 +140,7 @@ class RolloutConfig:
     max_response_tokens: int = 1024
     """Longest response; a longer one is truncated (finish reason "length")."""
     batch_size: int = 256
-    """Sequences per generate request of the embedded engine."""
+    """Sequences per generate request."""
     threads: int = 1
     """Torch threads of the embedded engine."""
     dynamic_sampling: bool = False
@@ -138,7 +150,7 @@ class RolloutConfig:
     max_retries: int = 3
     """How often a failed request is tried again on another engine."""
     request_timeout: float = 600.0
-    """Seconds for one generate request."""
+    """Seconds for one generate request, and for a weight push to wait for running sequences."""
     start_timeout: float = 300.0
     """Seconds for an engine to become healthy."""
 
@@ -217,8 +229,16 @@ class OptimizerConfig:
 class BatchConfig:
     max_tokens_per_micro_batch: int = 16384
     """Token budget of one packed micro-batch of one data-parallel rank."""
-    logprob_chunk_bytes: int = 64 * 2**20
-    """Memory budget of one logits chunk of the loss stage."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    chunk_bytes: int = 0
+    """Working memory of one chunk of logits in the loss stage; 0: 64 MiB on CPU, 256 MiB on CUDA."""
+    cache_bytes: int = 0
+    """Memory for exponentials kept from forward to backward, which saves recomputing those logits; 0: none."""
+    backend: Literal["auto", "torch", "triton"] = "auto"
+    """Row arithmetic of the loss stage; auto: triton on CUDA where it is installed, else torch."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +246,12 @@ class WeightSyncConfig:
     bucket_bytes: int = 512 * 2**20
     """Upper bound of one weight bucket."""
     verify: Literal["off", "sample", "full"] = "full"
-    """Compare per-tensor checksums at both ends: never, for a sample of the tensors, or for all."""
+    """Compare per-tensor checksums at both ends: never, for a sample (other tensors in each push), or for all."""
+    transport: Literal["process_group", "cuda_ipc", "disk"] = "process_group"
+    """How the bytes travel: a process group (gloo on CPU, NCCL on GPU), GPU memory shared with engines on the same GPUs
+    (cuda_ipc), or safetensors files in a folder that trainer and engines share (disk)."""
+    folder: str = ""
+    """Folder of the disk transport; empty: <run.dir>/weights."""
 
 
 @dataclass(frozen=True)
@@ -254,6 +279,21 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class LaunchConfig:
+    launcher: Literal["auto", "local", "slurm"] = "auto"
+    """Who starts the ranks: this program (local), srun from inside an allocation (slurm), or slurm in a batch script
+    and local elsewhere (auto). Under torchrun, mpirun or srun the ranks are there already and this has no say."""
+    gpus_per_node: int = 8
+    """GPUs (trainer ranks) of a node; a run of fewer ranks takes one node."""
+    engine_nodes: int = 0
+    """Nodes of the allocation kept for rollout engines, the last ones; 0: engines share the trainers' nodes."""
+    requeue: bool = True
+    """Slurm: after a warning (sbatch --signal, preemption) put the job back into the queue once it has saved."""
+    stop_grace: float = 600.0
+    """Slurm: seconds that the ranks get to finish their step and save when asked to stop."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything `luspo train` can be told."""
 
@@ -266,9 +306,11 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 @dataclass(frozen=True)
@@ -297,6 +339,7 @@ class SftConfig:
     """Demonstrations per optimizer step."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=2e-5, decay="linear"))
     batch: BatchConfig = field(default_factory=BatchConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
@@ -329,3 +372,29 @@ class ExportConfig:
     """Folder for the Hugging Face model; it must not exist or be empty."""
     dtype: Literal["", "float32", "bfloat16"] = ""
     """Dtype of the written tensors; empty: as trained."""
+
+
+@dataclass(frozen=True)
+class ParityConfig:
+    """Everything `luspo parity` can be told."""
+
+    out: str = "runs/parity"
+    """Folder for the report and the logs; nothing is written outside it."""
+    seed: int = 0
+    """Seed of prompts and sampling."""
+    prompts: int = 8
+    """Prompts to sample from."""
+    samples: int = 2
+    """Samples per prompt."""
+    tolerance: float = 0.0
+    """Largest log-prob difference that passes; 0: 1e-5 in float32, 0.05 in bfloat16 (router ties may exceed it)."""
+    push: bool = True
+    """Push the actor's weights to the engines first; false compares what the engines have loaded by themselves."""
+    reference: bool = True
+    """Also run transformers, in one process on the CPU, with the whole model in its memory."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=lambda: RolloutConfig(max_response_tokens=32))
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)

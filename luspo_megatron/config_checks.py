@@ -19,10 +19,13 @@ from luspo_megatron.config import (
     Config,
     EvalCommandConfig,
     ExportConfig,
+    LossConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    ParityConfig,
     SftConfig,
+    WeightSyncConfig,
 )
 from luspo_megatron.config_checks_rollout import (
     Violation,
@@ -65,10 +68,11 @@ def validate(config: Config, facts: Architecture | None = None) -> list[Violatio
     found += check_optimizer(config.optimizer)
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     found += check_batch(config.batch, longest, "data.max_prompt_tokens + rollout.max_response_tokens")
+    found += check_loss(config.loss)
     found += check_checkpoint(config.checkpoint)
     found += at_least("--run.steps", config.run.steps, 1)
     found += at_least("--run.sample_table_every", config.run.sample_table_every, 0)
-    found += at_least("--weight_sync.bucket_bytes", config.weight_sync.bucket_bytes, 1)
+    found += check_weight_sync(config.weight_sync)
     found += _eval(config)
     return found
 
@@ -89,6 +93,7 @@ def validate_sft(config: SftConfig, facts: Architecture | None = None) -> list[V
     found += at_least("--run.steps", config.run.steps, 1)
     found += check_optimizer(config.optimizer)
     found += check_batch(config.batch, config.data.max_tokens, "data.max_tokens")
+    found += check_loss(config.loss)
     found += check_checkpoint(config.checkpoint)
     return found
 
@@ -108,11 +113,35 @@ def validate_eval(config: EvalCommandConfig, facts: Architecture | None = None) 
     found += check_prompts(config.data, "eval_prompts", required=True)
     found += check_rollout(replace(config.rollout, dynamic_sampling=False))
     found += check_reward(config.reward, config.rollout)
-    found += at_least("--weight_sync.bucket_bytes", config.weight_sync.bucket_bytes, 1)
+    found += check_weight_sync(config.weight_sync)
     found += _eval(config)
     if not config.out:
         found.append(Violation("--out", "", "name a folder for the results"))
     return found
+
+
+def validate_parity(config: ParityConfig, facts: Architecture | None = None) -> list[Violation]:
+    """The same for ``luspo parity``."""
+    found = [*check_model(config.model)]
+    facts, more = _facts(config.model, facts)
+    found += more
+    found += check_parallel(config.parallel, facts)
+    found += check_prompts(config.data, "prompts", required=False)
+    found += check_rollout(replace(config.rollout, dynamic_sampling=False))
+    found += check_weight_sync(config.weight_sync)
+    for name in ("prompts", "samples"):
+        found += at_least(f"--{name}", getattr(config, name), 1)
+    found += at_least("--tolerance", config.tolerance, 0)
+    if not config.out:
+        found.append(Violation("--out", "", "name a folder for the report"))
+    return found
+
+
+def check_weight_sync(settings: WeightSyncConfig) -> Iterator[Violation]:
+    yield from at_least("--weight_sync.bucket_bytes", settings.bucket_bytes, 8)
+    if settings.folder and settings.transport != "disk":
+        yield Violation("--weight_sync.folder", settings.folder, "only the disk transport has one; leave it out, or "
+                        "set --weight_sync.transport disk")
 
 
 def validate_export(config: ExportConfig) -> list[Violation]:
@@ -236,7 +265,11 @@ def check_batch(batch: BatchConfig, longest: int, longest_name: str) -> Iterator
     if batch.max_tokens_per_micro_batch < longest:
         mend = f"the longest sequence ({longest_name}) is {longest} tokens; take at least that"
         yield Violation("--batch.max_tokens_per_micro_batch", batch.max_tokens_per_micro_batch, mend)
-    yield from at_least("--batch.logprob_chunk_bytes", batch.logprob_chunk_bytes, 1)
+
+
+def check_loss(loss: LossConfig) -> Iterator[Violation]:
+    yield from at_least("--loss.chunk_bytes", loss.chunk_bytes, 0)
+    yield from at_least("--loss.cache_bytes", loss.cache_bytes, 0)
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> Iterator[Violation]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +86,7 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[Violation]:
     for url in rollout.urls:
         if not re.match(r"https?://[^/\s]+", url):
             yield Violation("--rollout.urls", url, "give URLs such as http://node1:8000")
+    yield from _engine_flags(rollout)
     for name in ("prompts_per_step", "group_size", "max_response_tokens", "batch_size", "threads"):
         yield from at_least(f"--rollout.{name}", getattr(rollout, name), 1)
     if not rollout.urls:
@@ -98,6 +101,24 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[Violation]:
         yield Violation("--rollout.temperature", rollout.temperature, mend)
     if not 0 < rollout.top_p <= 1:
         yield Violation("--rollout.top_p", rollout.top_p, "take more than 0 and at most 1")
+
+
+def _engine_flags(rollout: RolloutConfig) -> Iterator[Violation]:
+    real = rollout.engine != "hf"
+    for name in ("engine_args", "engine_python", "in_flight_updates", "routed_experts"):
+        value = getattr(rollout, name)
+        if value and not real:
+            yield Violation(f"--rollout.{name}", value, "the embedded engine (hf) has none; take vllm or sglang")
+    for words in rollout.engine_args:
+        try:
+            shlex.split(words)
+        except ValueError as error:
+            yield Violation("--rollout.engine_args", words, f"cannot be split into flags: {error}")
+    if rollout.engine_python and real and shutil.which(rollout.engine_python) is None:
+        yield Violation("--rollout.engine_python", rollout.engine_python, "there is no such program; check the path")
+    for pair in rollout.engine_env:
+        if not re.match(r"[A-Za-z_]\w*=", pair):
+            yield Violation("--rollout.engine_env", pair, "write NAME=value")
 
 
 def check_reward(reward: RewardConfig, rollout: RolloutConfig) -> Iterator[Violation]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from luspo_megatron.config import Config
 from luspo_megatron.config_io import save_config
+from luspo_megatron.errors import RunError
 from luspo_megatron.ranks import Ranks
 from luspo_megatron.report.environment import write_environment
 from luspo_megatron.report.html import write_report
@@ -45,6 +46,7 @@ class Desk:
         self.client: ControllerClient | None = None
         self._progress: Progress | None = None
         self._sinks: MetricSinks | None = None
+        self._push_again: Callable[[], None] | None = None
         if ranks.rank == 0:
             run_dir = Path(config.run.dir)
             self._progress = Progress(max(0, config.run.steps - state["step"]), run_dir=run_dir)
@@ -120,17 +122,41 @@ class Desk:
             self._progress.take_seconds()
 
     # ------------------------------------------------------------------ what the controller does
-    def rollout(self, step: int) -> list[Group]:
-        """The groups of a step, with rewards, on every rank."""
+    def rollout(self, step: int) -> list[Group] | None:
+        """The groups of a step, with rewards, on every rank; None when rank 0 was asked to stop before they came."""
         groups: list[Group] | None = None
+        handle: Any = None
         size = self._config.rollout
         with self.phase("rollout", size.prompts_per_step * size.group_size):
             if self.client is not None:
-                groups = self.client.next_batch(step)
+                handle = self.client.next_batch_async(step)
+            self._wait_and_push(handle)
+            if self.client is not None:
+                groups = self.client.batch_of(handle)
                 self._warn_of(self.client.statistics)
             groups = self._ranks.broadcast(groups)
         assert groups is not None
         return groups
+
+    def push(self, sync: Any, version: int) -> None:
+        """``sync.push(version)``, and the same again when an engine that was started again needs these weights."""
+        if self.client is not None:
+            self.client.push_version = version
+        sync.push(version)
+        self._push_again = lambda: sync.push(version)
+
+    def _wait_and_push(self, handle: Any) -> None:
+        """Every rank waits for the controller's answer, and pushes the current weights again whenever an engine that
+        was started again needs them to go on. A push that fails is a warning here: other engines may serve."""
+        while self._ranks.broadcast(None if self.client is None else not self.client.wait(handle)):
+            assert self._push_again is not None
+            if self._progress is not None:
+                self._progress.warning("an engine was started again: it gets the current weights")
+            try:
+                self._push_again()
+            except RunError as error:
+                if self._progress is not None:
+                    self._progress.warning(f"the engine did not take the weights: {error}")
 
     def _warn_of(self, statistics: dict[str, float]) -> None:
         assert self._progress is not None
@@ -146,11 +172,15 @@ class Desk:
         config = self._config
         if not config.data.eval_prompts:
             return
-        if self.client is not None and self._progress is not None and self._sinks is not None:
-            with self.phase("eval"):
-                result = self.client.evaluate(config.eval.samples, config.eval.temperature,
-                                              config.eval.greedy and full, 0 if full else config.eval.interim_size,
-                                              config.run.seed)
+        handle: Any = None
+        with self.phase("eval"):
+            if self.client is not None:
+                handle = self.client.evaluate_async(config.eval.samples, config.eval.temperature,
+                                                    config.eval.greedy and full,
+                                                    0 if full else config.eval.interim_size, config.run.seed)
+            self._wait_and_push(handle)
+            result = handle.result() if handle is not None else {}
+        if self._progress is not None and self._sinks is not None:
             metrics = {f"eval/{ours}": result[theirs] for ours, theirs in (
                 ("pass_at_1",) * 2, ("pass_at_1_se",) * 2, ("pass_at_k",) * 2, ("greedy",) * 2,
                 ("response_length_mean", "mean_length"), ("prompts", "n")) if theirs in result}

@@ -10,7 +10,7 @@ import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from luspo_megatron import run
 from luspo_megatron.config import Config, EvalCommandConfig, RunConfig
@@ -39,8 +39,11 @@ def main(config: EvalCommandConfig) -> int:
         save_config(settings, folder / "config.yaml")
         client = stack.enter_context(ControllerClient.start(folder / "config.yaml", out))
         if checkpoint is not None:
-            _push(config, checkpoint, client, stack)
-        result = client.evaluate(config.eval.samples, config.eval.temperature, config.eval.greedy, 0, config.seed)
+            sync = _push(config, checkpoint, client, stack)
+        handle = client.evaluate_async(config.eval.samples, config.eval.temperature, config.eval.greedy, 0, config.seed)
+        while not client.wait(handle):
+            sync.push(1)  # an engine was started again
+        result = handle.result()
     run.save_settings(config, out)
     (out / "eval.json").write_text(json.dumps(result, indent=1) + "\n")
     for name, value in result.items():
@@ -49,11 +52,13 @@ def main(config: EvalCommandConfig) -> int:
     return 0
 
 
-def _push(config: EvalCommandConfig, checkpoint: Path, client: ControllerClient, stack: contextlib.ExitStack) -> None:
+def _push(config: EvalCommandConfig, checkpoint: Path, client: ControllerClient, stack: contextlib.ExitStack) -> Any:
     from luspo_megatron.weights.sync import WeightSync
 
     actor, _ = run.lone_actor(checkpoint)
     sync = WeightSync(actor.gpt, actor.table, actor.ranks, config.weight_sync, dtype=config.model.dtype,
                       device=actor.device, engines=client)
     stack.enter_context(contextlib.closing(sync))
+    client.push_version = 1
     sync.push(1)
+    return sync

@@ -1,6 +1,7 @@
 """What the commands that train share: one rank's resources, opened in order and closed in reverse.
 
-`start` runs a command on all ranks: in place under torchrun or srun, else through the local launcher.
+`start` runs a command on all ranks: in place under torchrun, srun or mpirun, in a Slurm allocation through srun, else
+through the local launcher.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from luspo_megatron.config import (
+    BatchConfig,
+    LaunchConfig,
+    LossConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+)
 from luspo_megatron.config_checks import model_facts, resolve_layout
 from luspo_megatron.config_io import load_config, save_config
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.launch import local, stop
+from luspo_megatron.launch import environment, local, slurm, stop
 from luspo_megatron.launch.end import end
 from luspo_megatron.report.records import set_aside
 
@@ -30,8 +38,14 @@ def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable
     the configuration from a file outside the run folder; they save it there when they have found it good.
     """
     if local.under_launcher():
+        environment.adopt()
         return guarded(run, config)
-    check(config)
+    settings = getattr(config, "launch", LaunchConfig())
+    by_slurm = slurm.wanted(settings)
+    if not (by_slurm and slurm.is_dry()):
+        check(config)
+    if by_slurm:
+        return slurm.launch(module, config, world_size, run_dir, settings)
     with tempfile.TemporaryDirectory(prefix="luspo-") as folder:
         path = Path(folder) / "config.yaml"
         save_config(config, path)
@@ -55,6 +69,7 @@ def guarded(run: Callable[[Any], None], config: Any, *, every_rank: bool = False
     """
     try:
         run(config)
+        stop.mark()
     except (UserError, RunError) as error:
         if every_rank or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print(f"luspo: {error}", file=sys.stderr, flush=True)
@@ -101,7 +116,7 @@ def join_ranks(model: ModelConfig, parallel: ParallelConfig, seed: int) -> Any:
 
 
 def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimizer: OptimizerConfig,
-                batch: BatchConfig, *, temperature: float = 1.0, trainable: bool = True,
+                batch: BatchConfig, *, loss: LossConfig | None = None, temperature: float = 1.0, trainable: bool = True,
                 weights: str | None = None) -> Any:
     """The actor with the weights of `weights` (a Hugging Face folder; empty: left as built; None: model.megatron, else
     model.hf)."""
@@ -110,7 +125,7 @@ def build_actor(ranks: Any, model: ModelConfig, parallel: ParallelConfig, optimi
     from luspo_megatron.weights.architecture import read_architecture
 
     actor = Actor(read_architecture(model.hf, model.family), ranks, model=model, parallel=parallel,
-                  optimizer=optimizer, batch=batch, temperature=temperature, trainable=trainable)
+                  optimizer=optimizer, batch=batch, loss=loss, temperature=temperature, trainable=trainable)
     folder = model.hf if weights is None else weights
     if weights is None and model.megatron:
         checkpoint.load_weights(actor, model.megatron)

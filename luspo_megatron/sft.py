@@ -42,7 +42,7 @@ def sft(config: SftConfig) -> None:
                for d in load_demonstrations(config.data, tokenizer)]
     found = run.resume_from(config.run.dir, config.run.resume)
     ranks = run.join_ranks(config.model, config.parallel, config.run.seed)
-    actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch)
+    actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch, loss=config.loss)
     state: dict[str, Any] = {"step": 0}
     if found is not None:
         state |= checkpoint.load(actor, found)

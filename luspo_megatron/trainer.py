@@ -39,7 +39,7 @@ def train(config: Config) -> None:
     found = run.resume_from(config.run.dir, config.run.resume)
     ranks = run.join_ranks(config.model, config.parallel, config.run.seed)
     with contextlib.ExitStack() as stack:
-        actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
+        actor = run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch, loss=config.loss,
                                 temperature=config.rollout.temperature)
         reference = reference_policy(config, ranks)
         state: dict[str, Any] = {"step": 0, "updates": 0, "weight_version": 1}
@@ -49,16 +49,31 @@ def train(config: Config) -> None:
         desk = stack.enter_context(front_desk(config, ranks, state, found is not None, began))
         sync = stack.enter_context(contextlib.closing(weight_sync(config, actor, desk)))
         with desk.phase("sync"):
-            sync.push(state["weight_version"])
+            desk.push(sync, state["weight_version"])
         if state["step"] == 0:
             desk.evaluate(0, full=True)
         multiple = ranks.layout.token_multiple(config.parallel.sequence_parallel)
         updates_per_step = config.algorithm.epochs * -(
             -config.rollout.prompts_per_step // config.algorithm.prompts_per_mini_batch)
+        saved_step = state["step"]
+
+        def save(step: int) -> None:
+            nonlocal saved_step
+            with desk.phase("save"):
+                state["seconds"] = desk.seconds_so_far()
+                saved = checkpoint.save(actor, run.checkpoints_of(config.run.dir), step, state, config.checkpoint.keep)
+            desk.saved(step, saved)
+            saved_step = step
 
         for step in range(state["step"] + 1, config.run.steps + 1):
             desk.begin(step)
-            groups: list[Group] = desk.rollout(step)
+            state["controller"] = desk.controller_state()
+            groups: list[Group] | None = desk.rollout(step)
+            if groups is None:  # asked to stop: the rollout, which can take long, is given up and drawn again on resume
+                if saved_step < step - 1:
+                    save(step - 1)
+                desk.stopped(step - 1)
+                return
             samples = [sample for group in groups for sample in group.samples]
             group_ids = [sample.group_id for sample in samples]
             advantages = group_advantages(
@@ -87,7 +102,7 @@ def train(config: Config) -> None:
                     phase.advance()
             state |= {"step": step, "weight_version": state["weight_version"] + 1}
             with desk.phase("sync"):
-                sync.push(state["weight_version"])
+                desk.push(sync, state["weight_version"])
             old_logprobs = gather_old_logprobs(ranks, mini_batches, old)
             expert_load = ranks.gather(actor.expert_load.take())
             desk.report(step, groups, lambda: load_metrics(expert_load) | step_metrics(  # noqa: B023
@@ -95,15 +110,13 @@ def train(config: Config) -> None:
 
             stopping = run.stop_agreed(ranks)
             last = step == config.run.steps
-            if last or (config.eval.every and step % config.eval.every == 0 and not stopping):
+            due = bool(config.eval.every and step % config.eval.every == 0)
+            state["evaluation_due"] = due and stopping and not last  # it waits for the resumed run
+            if last or (due and not stopping):
                 desk.evaluate(step, full=last)
             if last or stopping or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                with desk.phase("save"):
-                    state["controller"] = desk.controller_state()
-                    state["seconds"] = desk.seconds_so_far()
-                    saved = checkpoint.save(actor, run.checkpoints_of(config.run.dir), step, state,
-                                            config.checkpoint.keep)
-                desk.saved(step, saved)
+                state["controller"] = desk.controller_state()
+                save(step)
             if stopping and not last:
                 desk.stopped(step)
                 return
@@ -119,7 +132,7 @@ def reference_policy(config: Config, ranks: Any) -> Any:
     if not config.algorithm.kl_coef:
         return None
     return run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
-                           temperature=config.rollout.temperature, trainable=False,
+                           loss=config.loss, temperature=config.rollout.temperature, trainable=False,
                            weights=config.model.ref_hf or None)
 
 
@@ -127,7 +140,8 @@ def weight_sync(config: Config, actor: Any, desk: Any) -> Any:
     from luspo_megatron.weights.sync import WeightSync
 
     return WeightSync(actor.gpt, actor.table, actor.ranks, config.weight_sync, dtype=config.model.dtype,
-                      device=actor.device, engines=desk.client, timeout=config.rollout.start_timeout)
+                      device=actor.device, engines=desk.client, timeout=config.rollout.start_timeout,
+                      folder=str(Path(config.run.dir) / "weights"), warn=desk.warn)
 
 
 def front_desk(config: Config, ranks: Any, state: dict[str, Any], resumed: bool, began: float) -> Any:

@@ -7,6 +7,7 @@ log-probs) is aligned with the predicting position. The last position of a seque
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +25,29 @@ class Prompt:
     prompt_ids: tuple[int, ...]
     text: str
     row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts that the engine's router chose, [num_tokens - 1, layers, topk] (the last token is never forwarded).
+
+    ``data`` is the array's bytes in base64, so that it travels as JSON; ``dtype`` is the smallest that holds the ids.
+    """
+
+    shape: tuple[int, int, int]
+    dtype: str
+    data: str
+
+    @classmethod
+    def from_array(cls, experts: np.ndarray) -> RoutedExperts:
+        largest = int(experts.max(initial=0))
+        dtype = "uint8" if largest < 2**8 else "uint16" if largest < 2**16 else "int32"
+        tokens, layers, topk = experts.shape
+        return cls((tokens, layers, topk), dtype, base64.b64encode(experts.astype(dtype).tobytes()).decode())
+
+    def array(self) -> np.ndarray:
+        """[num_tokens - 1, layers, topk] int64."""
+        return np.frombuffer(base64.b64decode(self.data), dtype=self.dtype).reshape(self.shape).astype(np.int64)
 
 
 @dataclass
@@ -46,6 +70,7 @@ class Sample:
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
+    routed_experts: RoutedExperts | None = None
 
     @property
     def truncated(self) -> bool:

@@ -19,7 +19,7 @@ from luspo_megatron.actor.expert_load import ExpertLoad
 from luspo_megatron.actor.loss_stage import HeadRequest, Objective, head, schedule_loss
 from luspo_megatron.actor.model import build_model
 from luspo_megatron.actor.optimizer import build_optimizer, set_rates, wrap_ddp
-from luspo_megatron.config import BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from luspo_megatron.config import BatchConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from luspo_megatron.platform import platform
 from luspo_megatron.ranks import Ranks
 from luspo_megatron.types import MicroBatch, MiniBatch
@@ -48,10 +48,10 @@ class Actor:
     """One policy (or, with `trainable=False`, a reference policy that only runs forward)."""
 
     def __init__(self, arch: Architecture, ranks: Ranks, *, model: ModelConfig, parallel: ParallelConfig,
-                 optimizer: OptimizerConfig, batch: BatchConfig, temperature: float = 1.0,
-                 trainable: bool = True) -> None:
+                 optimizer: OptimizerConfig, batch: BatchConfig, loss: LossConfig | None = None,
+                 temperature: float = 1.0, trainable: bool = True) -> None:
         self.arch, self.ranks, self.batch, self.temperature = arch, ranks, batch, temperature
-        self.settings = optimizer
+        self.settings, self.loss = optimizer, loss or LossConfig()
         self.table = WeightTable(arch)
         self.device = platform().device
         self._aux_loss = bool(arch.is_moe and model.router_aux_loss_coef)
@@ -116,7 +116,7 @@ class Actor:
         tokens = self._tensor(micro.token_ids)[None]
         packing = pack_params(micro.cu_seqlens, self.device)
         request = HeadRequest(self._tensor(micro.targets), self._tensor(micro.response_mask), self.arch.vocab_size,
-                              self.temperature, self.batch.logprob_chunk_bytes)
+                              self.temperature, self.loss)
         output = model(input_ids=tokens, position_ids=packing.positions[None],  # type: ignore[index]
                        attention_mask=None, packed_seq_params=packing, padding_mask=self._padding_mask(micro),
                        output_processor=head, output_processor_context=request)

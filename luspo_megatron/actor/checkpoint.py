@@ -14,6 +14,7 @@ import json
 import os
 import random
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def save(actor: Actor, folder: str | Path, step: int, state: dict[str, Any], kee
     torch.save(_rng_state(), partial / "rng" / f"rank-{ranks.rank}.pt")
     ranks.broadcast(None)
     if ranks.rank == 0:
-        own = {"step": step, "layout": vars(ranks.layout), "architecture": vars(actor.arch)}
+        own = {"step": step, "layout": vars(ranks.layout), "architecture": asdict(actor.arch)}
         (partial / "state.json").write_text(json.dumps({**state, **own}, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.rename(partial, final)
@@ -81,7 +82,8 @@ def load(actor: Actor, checkpoint: str | Path, *, with_optimizer: bool = True) -
     """
     checkpoint = Path(checkpoint)
     state = read_state(checkpoint)
-    want, have = vars(actor.arch), state.get("architecture", vars(actor.arch))
+    want = asdict(actor.arch)
+    have = state.get("architecture", want)
     if differing := [f"{key} {have.get(key)} instead of {want[key]}" for key in want if have.get(key) != want[key]]:
         raise UserError(f"{checkpoint} is of another model than model.hf: {', '.join(differing)}; use the model that "
                         "it was trained from, or another run.dir")

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from luspo_megatron.config import LossConfig
 from luspo_megatron.kernels.fused_logprob import HeadOptions, token_logprobs
 
 Objective = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -37,7 +38,7 @@ class HeadRequest:
     rows: Tensor  # [T] bool, where log-probs are wanted
     vocab_size: int
     temperature: float
-    chunk_bytes: int
+    loss: LossConfig
 
 
 def head(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, config: Any, context: HeadRequest,
@@ -48,7 +49,8 @@ def head(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | No
         hook(output_layer, ())
     weight = output_layer.weight if output_weight is None else output_weight
     options = HeadOptions(vocab_size=context.vocab_size, temperature=context.temperature, group=output_layer.tp_group,
-                          sequence_parallel=config.sequence_parallel, chunk_bytes=context.chunk_bytes)
+                          sequence_parallel=config.sequence_parallel, chunk_bytes=context.loss.chunk_bytes,
+                          cache_bytes=context.loss.cache_bytes, backend=context.loss.backend)
     logprobs, entropy = token_logprobs(hidden_states.squeeze(1), weight, context.targets, context.rows, options)
     out = logprobs.new_zeros((2, context.targets.shape[0]))
     return out.masked_scatter(context.rows.expand(2, -1), torch.cat([logprobs, entropy]))

@@ -31,7 +31,7 @@ from luspo_megatron.convert.tensors import write_durably
 from luspo_megatron.convert.workspace import Workspace, is_complete, source_files
 from luspo_megatron.errors import UserError
 from luspo_megatron.weights.architecture import Architecture, padded_vocab
-from luspo_megatron.weights.plan import stage_of
+from luspo_megatron.weights.plan import stage_of, stages_of
 from luspo_megatron.weights.table import Entry
 
 SMALLEST_FILE, LARGEST_FILE = 64 * 2**20, 2**30
@@ -62,7 +62,7 @@ class Layout:
     def group(self, entry: Entry, arch: Architecture) -> int:
         """The pipeline stage and expert rank that own a parameter, as one number."""
         ep = entry.expert // (arch.num_experts // self.ep) if entry.row.per_expert else 0
-        return stage_of(entry, arch.num_layers, self.pp) * self.ep + ep
+        return stage_of(entry, stages_of(arch.num_layers, self.pp), self.pp) * self.ep + ep
 
 
 def plan_files(pieces: PieceMap, layout: Layout, itemsize: int) -> dict[str, list[int]]:

@@ -23,7 +23,9 @@ from types import FrameType
 from typing import IO
 
 from luspo_megatron.errors import UserError
+from luspo_megatron.launch.environment import launcher_of
 from luspo_megatron.launch.rank import LIFELINE
+from luspo_megatron.launch.stop import TERM_STOPS
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 EXIT_STOPPED = 128 + signal.SIGINT
@@ -36,19 +38,8 @@ LOG_LINES = 20
 
 
 def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether torchrun, srun or ``launch`` has started this process as one rank of a run, so that it runs in place.
-
-    Under Slurm only a step of several tasks counts: the batch script itself and a one-task step start ranks themselves.
-    """
-    env = os.environ if environ is None else environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return True
-    if "SLURM_PROCID" not in env:
-        return False
-    if "SLURM_STEP_NUM_TASKS" not in env and "SLURM_STEP_ID" not in env and "SLURM_JOB_ID" in env:
-        return False  # the batch script: it has SLURM_PROCID=0 and the job's SLURM_NTASKS, but is no step
-    tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))
-    return tasks.isdigit() and int(tasks) > 1
+    """Whether torchrun, srun, mpirun or ``launch`` has started this process as one rank of a run (environment.py)."""
+    return launcher_of(os.environ if environ is None else environ) is not None
 
 
 def launch(
@@ -89,6 +80,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        TERM_STOPS: "",
     }
     return {"OMP_NUM_THREADS": "1", **environ, **platform_env, **place}
 
@@ -101,11 +93,11 @@ def open_logs(run_dir: str, world_size: int, files: contextlib.ExitStack) -> lis
     folder = Path(run_dir) / "logs"
     folder.mkdir(parents=True, exist_ok=True)
     start = 0
-    while any(_log_path(folder, rank, start).exists() for rank in range(1, world_size)):
+    while any(log_path(folder, rank, start).exists() for rank in range(1, world_size)):
         start += 1
     logs: list[IO[bytes] | None] = [None]
     for rank in range(1, world_size):
-        logs.append(files.enter_context(_log_path(folder, rank, start).open("xb")))
+        logs.append(files.enter_context(log_path(folder, rank, start).open("xb")))
     return logs
 
 
@@ -258,5 +250,5 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _log_path(folder: Path, rank: int, start: int) -> Path:
+def log_path(folder: Path, rank: int, start: int) -> Path:
     return folder / (f"rank-{rank}.{start}.log" if start else f"rank-{rank}.log")

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ class Handle:
     def done(self) -> bool:
         return self._future.done()
 
+    def wait(self, seconds: float) -> bool:
+        """Whether the answer (or the error) has come, after at most so long."""
+        return bool(wait([self._future], seconds).done)
+
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the answer. Raises the controller's RunError or UserError; TimeoutError after ``timeout`` s."""
         return self._future.result(timeout)
@@ -56,7 +60,9 @@ class Handle:
 class ControllerClient:
     """Use ``ControllerClient.start``. ``statistics``: numbers of the last ``next_batch`` (seconds, retries, ...).
 
-    ``on_progress(phase, done, total)`` counts sequences during next_batch and evaluate; it runs in the reader thread.
+    ``push_version``: the version of the next push, set before it; a push of the version that engines serve already goes
+    only to those that lack it. ``on_progress(phase, done, total)`` counts sequences during next_batch and evaluate; it
+    runs in the reader thread.
     """
 
     def __init__(self, process: OwnProcess, connection: socket.socket, on_progress: Progress | None = None) -> None:
@@ -65,6 +71,9 @@ class ControllerClient:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._ended: str | None = None
+        self._news = threading.Condition()
+        self._stale = False  # an engine waits for the current weights
+        self.push_version: int | None = None
         self.statistics: dict[str, float] = {}
         self._reader = threading.Thread(target=self._read, name="controller-reader", daemon=True)
         self._reader.start()
@@ -119,12 +128,16 @@ class ControllerClient:
                         event = message["progress"]
                         self._on_progress(event["phase"], event["done"], event["total"])
                 continue
+            if "stale" in message:
+                self._tell(stale=True)
+                continue
             with self._lock:
                 future = self._waiting.pop(message["id"])
             if "error" in message:
                 future.set_exception(ERRORS[message["error"]["kind"]](message["error"]["text"]))
             else:
                 future.set_result(message["result"])
+            self._tell()
         deadline = time.monotonic() + 2.0
         while self._process.returncode is None and time.monotonic() < deadline:
             time.sleep(0.02)  # its exit code belongs in the message
@@ -133,33 +146,65 @@ class ControllerClient:
             waiting, self._waiting = self._waiting, {}
         for future in waiting.values():
             future.set_exception(RunError(self._ended))
+        self._tell()
+
+    def _tell(self, stale: bool = False) -> None:
+        with self._news:
+            self._stale = self._stale or stale
+            self._news.notify_all()
+
+    def wait(self, handle: Handle) -> bool:
+        """Until the call is done (True), or an engine that was started again needs the current weights (False): push
+        them once more, with ``push_version`` unchanged, and wait again."""
+        while True:
+            with self._news:
+                self._news.wait_for(lambda: handle.done() or self._stale)
+                if handle.done():
+                    return True
+                self._stale = False
+            if self.weights_status().num_workers:
+                return False
 
     # ---- what it can do --------------------------------------------------------------------------------------
 
     def next_batch(self, rollout_id: int) -> list[Group]:
         """The groups of one rollout step, rewards and ``sample.correct`` filled in."""
-        answer = self.call("next_batch", rollout_id=rollout_id)
+        return self.batch_of(self.next_batch_async(rollout_id))
+
+    def next_batch_async(self, rollout_id: int) -> Handle:
+        return self.call_async("next_batch", rollout_id=rollout_id)
+
+    def batch_of(self, handle: Handle) -> list[Group]:
+        """The groups of a finished ``next_batch_async``."""
+        answer = handle.result()
         self.statistics = answer["statistics"]
         return [group_from_dict(group) for group in answer["groups"]]
 
     def evaluate(self, samples: int, temperature: float, greedy: bool, size: int, seed: int) -> dict[str, float]:
         """pass_at_1, pass_at_1_se, pass_at_k, greedy (if wanted), mean_length, reward, truncated, n on held-out
         prompts; ``size`` 0: all of them."""
-        result: dict[str, float] = self.call("evaluate", samples=samples, temperature=temperature, greedy=greedy,
-                                             size=size, seed=seed)
+        result: dict[str, float] = self.evaluate_async(samples, temperature, greedy, size, seed).result()
         return result
 
+    def evaluate_async(self, samples: int, temperature: float, greedy: bool, size: int, seed: int) -> Handle:
+        return self.call_async("evaluate", samples=samples, temperature=temperature, greedy=greedy, size=size,
+                               seed=seed)
+
     def weights_status(self) -> WeightsStatus:
-        return WeightsStatus(**self.call("weights_status"))
+        """What a push of ``push_version`` would find."""
+        return WeightsStatus(**self.call("weights_status", version=self.push_version))
 
     def connect_weights(self, store_host: str, store_port: int, generation: int, sources: tuple[int, ...], *,
-                        world_size: int, timeout: float = 600.0) -> Handle:
+                        world_size: int, timeout: float = 600.0, transport: str = "process_group",
+                        folder: str = "") -> Handle:
         """Engines start to join the groups. Does not wait: build the senders, then take ``.result()``.
 
         ``world_size``: weights_status().num_workers + 1. ``generation``: larger than every earlier one of the run.
+        ``transport``, ``folder``: as in EngineConnection.
         """
         return self.call_async("connect_weights", store_host=store_host, store_port=store_port, generation=generation,
-                               sources=list(sources), world_size=world_size, timeout=timeout)
+                               sources=list(sources), world_size=world_size, timeout=timeout, transport=transport,
+                               folder=folder, version=self.push_version)
 
     def update_weights_async(self, manifest: Mapping[str, Any]) -> Handle:
         """Engines start to receive a push (Manifest.to_dict()); send it, then take ``.result()``."""

@@ -11,6 +11,7 @@ controller_server.py is the process around it.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,6 +34,13 @@ Progress = Callable[[str, int, int], None]
 Json = dict[str, Any]
 
 
+def routing_of(model: str) -> tuple[int, int] | None:
+    """(layers, experts per token) of a Mixture-of-Experts model's folder; None for a dense one."""
+    config = json.loads((Path(model) / "config.json").read_text()) if model else {}
+    topk = config.get("num_experts_per_tok")
+    return (int(config["num_hidden_layers"]), int(topk)) if topk else None
+
+
 def quiet(phase: str, done: int, total: int) -> None:
     """No progress is wanted."""
 
@@ -40,7 +48,8 @@ def quiet(phase: str, done: int, total: int) -> None:
 class Controller:
     """The methods named in ``METHODS`` are what the client may call; parameters and results are JSON-able."""
 
-    METHODS = ("next_batch", "evaluate", "connect_weights", "update_weights", "weights_status", "state", "load_state")
+    METHODS = ("next_batch", "evaluate", "connect_weights", "update_weights", "weights_status",
+               "weights_checksums", "state", "load_state")
 
     def __init__(self, config: Config, fleet: Fleet, rewards: RewardPool, tokenizer: TextTokenizer,
                  train_prompts: list[Prompt], eval_prompts: list[Prompt]) -> None:
@@ -60,7 +69,8 @@ class Controller:
         held_out: list[Prompt] = load_prompts(config.data, tokenizer, "eval", seed) if config.data.eval_prompts else []
         rewards = RewardPool(config.reward)
         fleet = Fleet(config.rollout, kind, model=config.model.hf, dtype=config.model.dtype, folder=run_dir / "logs",
-                      verify=config.weight_sync.verify == "full")
+                      verify=config.weight_sync.verify == "full", routing=routing_of(config.model.hf),
+                      max_length=config.data.max_prompt_tokens + config.rollout.max_response_tokens)
         try:
             await asyncio.gather(asyncio.to_thread(rewards.start), fleet.start())
         except BaseException:
@@ -163,7 +173,8 @@ class Controller:
 
     def _to_sample(self, group: Group, sample_index: int, answer: Generation, version: int) -> Sample:
         span = (answer.weight_version_start, answer.weight_version_end)
-        if span != (version, version):
+        in_flight = self.config.rollout.in_flight_updates and version <= span[0] <= span[1] <= self.fleet.weight_version
+        if span != (version, version) and not in_flight:
             raise RunError(f"a sample of group {group.group_id} was drawn under weight versions {span[0]} to "
                            f"{span[1]}, expected {version}: the engine's weights are not the actor's")
         if len(answer.logprobs) != len(answer.response_ids):
@@ -177,6 +188,7 @@ class Controller:
             finish_reason=answer.finish_reason,
             weight_version_start=span[0],
             weight_version_end=span[1],
+            routed_experts=answer.routed_experts,
             response_text=self.tokenizer.decode(answer.response_ids),
         )
 
@@ -217,16 +229,24 @@ class Controller:
 
     # ---- weights and state -----------------------------------------------------------------------------------
 
-    async def weights_status(self) -> Json:
-        return {"version": self.fleet.weight_version, "num_workers": self.fleet.num_workers,
-                "needs_connect": self.fleet.needs_connect, "generation": self.fleet.generation}
+    async def weights_status(self, version: int | None = None) -> Json:
+        """What a push of ``version`` would find; None: of the next one."""
+        fleet = self.fleet
+        return {"version": fleet.weight_version, "num_workers": fleet.workers(version),
+                "needs_connect": fleet.must_connect(version), "generation": fleet.generation}
 
     async def connect_weights(self, store_host: str, store_port: int, generation: int, sources: list[int],
-                              world_size: int, timeout: float) -> None:
-        await self.fleet.connect_weights(store_host, store_port, generation, tuple(sources), world_size, timeout)
+                              world_size: int, timeout: float, version: int | None = None, **how: str) -> None:
+        await self.fleet.connect_weights(store_host, store_port, generation, tuple(sources), world_size, timeout,
+                                         version, **how)
 
     async def update_weights(self, manifest: Json) -> None:
         await self.fleet.update_weights(manifest)
+
+    async def weights_checksums(self) -> Json:
+        """{engine: {tensor: checksum}}; None for an engine whose kind gives none per tensor (on-disk names)."""
+        asked = {slot.name: getattr(slot.client, "weights_checksums", None) for slot in self.fleet.slots if slot.ready}
+        return {name: await ask() if ask is not None else None for name, ask in asked.items()}
 
     async def state(self) -> Json:
         """Take it between steps only. ``weight_version`` is what the engines hold."""

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,14 @@ class Server:
     async def _answer(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         number = message["id"]
 
+        def stale() -> None:
+            writer.write(encode({"stale": True}))
+
         def progress(phase: str, done: int, total: int) -> None:
             writer.write(encode({"id": number, "progress": {"phase": phase, "done": done, "total": total}}))
 
         try:
-            answer: dict[str, Any] = {"id": number, "result": await self._call(message, progress)}
+            answer: dict[str, Any] = {"id": number, "result": await self._call(message, progress, stale)}
         except (UserError, RunError) as error:
             kind = "UserError" if isinstance(error, UserError) else "RunError"
             answer = {"id": number, "error": {"kind": kind, "text": str(error)}}
@@ -83,11 +87,12 @@ class Server:
         writer.write(encode(answer))
         await writer.drain()
 
-    async def _call(self, message: dict[str, Any], progress: Any) -> Any:
+    async def _call(self, message: dict[str, Any], progress: Any, stale: Callable[[], None]) -> Any:
         method, params = message["method"], message["params"]
         if method == "start":
             config = load_config(Config, ["--config", self.config_path])
             self.controller = await Controller.build(config, self.run_dir)
+            self.controller.fleet.on_stale = stale
             return None
         if method == "close":
             return await self._close_controller()

@@ -7,13 +7,14 @@ requests and restarts the dead (rollout/fleet.py).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.plugin import is_plugin_name, load_plugin
-from luspo_megatron.types import FinishReason
+from luspo_megatron.types import FinishReason, RoutedExperts
 from luspo_megatron.weights.manifest import EngineConnection
 
 
@@ -23,13 +24,15 @@ class EngineFailure(RunError):
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """``max_batch``: sequences an engine works on at a time; ``max_requests``: requests worth sending it at a time."""
+    """``max_batch``: sequences an engine works on at a time (0: it decides); ``max_requests``: requests worth sending
+    it at a time; ``num_workers``: processes that hold a part of its weights and join the weight groups."""
 
     name: str
     weight_version: int
     max_batch: int
     max_requests: int = 1
     status: str = "ready"
+    num_workers: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Generation:
     finish_reason: FinishReason
     weight_version_start: int
     weight_version_end: int
+    routed_experts: RoutedExperts | None = None
 
 
 class RolloutEngine(Protocol):
@@ -73,7 +77,8 @@ class RolloutEngine(Protocol):
         """Answers in the order of the request."""
 
     async def connect_weights(self, connection: EngineConnection) -> None:
-        """Join the weight groups of a run; returns when all sources have connected too."""
+        """Join the weight groups of a run; returns when all sources have connected too. ``connection.rank`` is the rank
+        of the engine's first worker, the others follow."""
 
     async def update_weights(self, manifest: dict[str, Any]) -> None:
         """Take one whole push, in this order: pause, load, flush the caches, set the version, resume. The cache goes
@@ -84,7 +89,9 @@ class RolloutEngine(Protocol):
 
 @dataclass(frozen=True)
 class EngineStart:
-    """What a kind's start command is built from. ``verify``: read loaded weights back after a push."""
+    """What a kind's start command is built from. ``verify``: read loaded weights back after a push; ``args``: flags of
+    the engine itself, which win over ours; ``python``: the interpreter of the engine's environment; ``max_length``:
+    tokens of the longest prompt and response together, 0: the engine's own limit."""
 
     model: str
     dtype: str
@@ -92,32 +99,45 @@ class EngineStart:
     max_batch: int
     port_file: str
     verify: bool = True
+    args: tuple[str, ...] = ()
+    python: str = field(default_factory=lambda: sys.executable)
+    max_length: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    routed_experts: bool = False
+    on_cpu: bool = True
 
 
 @dataclass(frozen=True)
 class EngineKind:
-    """``connect(url, token, request_timeout)`` makes a client; ``command(start)`` is the argument list of a server.
+    """``connect(url, token, request_timeout, **options)`` makes a client; ``command(start)`` is the argument list of a
+    server. The options are keywords and only given when set: ``in_flight`` (True) and ``routing`` ((layers, topk)).
 
     The server writes its URL to ``start.port_file`` when it listens, takes the token from the environment variable
     LUSPO_ENGINE_TOKEN, and ends when its standard input closes.
     """
 
     name: str
-    connect: Callable[[str, str, float], RolloutEngine]
+    connect: Callable[..., RolloutEngine]
     command: Callable[[EngineStart], list[str]]
 
 
 def load_engine_kind(name: str) -> EngineKind:
-    """``hf``, or ``module:attribute`` of an EngineKind. Raises UserError naming the mend."""
+    """``hf``, ``vllm``, ``sglang``, or ``module:attribute`` of an EngineKind. Raises UserError naming the mend."""
     if name == "hf":
         from luspo_megatron.rollout.hf_client import HF_KIND
 
         return HF_KIND
-    if name in ("vllm", "sglang"):
-        raise UserError(f"rollout.engine={name}: this engine is not supported yet; use rollout.engine=hf, or "
-                        "module:attribute with an EngineKind of your own")
+    if name == "vllm":
+        from luspo_megatron.rollout.vllm_client import VLLM_KIND
+
+        return VLLM_KIND
+    if name == "sglang":
+        from luspo_megatron.rollout.sglang_client import SGLANG_KIND
+
+        return SGLANG_KIND
     if not is_plugin_name(name):
-        raise UserError(f"rollout.engine={name!r} is unknown; known: hf, or module:attribute")
+        raise UserError(f"rollout.engine={name!r} is unknown; known: hf, vllm, sglang, or module:attribute")
     kind = load_plugin(name, "rollout.engine")
     if not isinstance(kind, EngineKind):
         raise UserError(f"rollout.engine={name!r} is a {type(kind).__name__}, not an EngineKind "

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import sys
 from typing import Any
 
-import aiohttp
-
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.rollout.engine import (
-    EngineFailure,
     EngineInfo,
     EngineKind,
     EngineStart,
     GenerateRequest,
     Generation,
 )
+from luspo_megatron.rollout.http_engine import HttpEngine
 from luspo_megatron.weights.manifest import EngineConnection
 
 
-class HfClient:
-    """One engine at ``url``. ``timeout``: seconds of one generate request; pushes end by their own time-outs."""
-
-    def __init__(self, url: str, token: str, timeout: float) -> None:
-        self.url, self._timeout = url.rstrip("/"), timeout
-        self._headers = {"Authorization": f"Bearer {token}"}
-        self._session: aiohttp.ClientSession | None = None
-
-    async def _call(self, method: str, path: str, body: Any = None, timeout: float | None = None) -> Any:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers)
-        try:
-            async with self._session.request(method, self.url + path, json=body,
-                                             timeout=aiohttp.ClientTimeout(total=timeout)) as answer:
-                data = await answer.json()
-        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
-            detail = f"no answer in {timeout:g} s" if isinstance(error, asyncio.TimeoutError) and timeout else error
-            raise EngineFailure(f"engine {self.url}{path}: {type(error).__name__}: {detail}") from error
-        if answer.status == 200:
-            return data
-        text = f"engine {self.url}{path}: {data.get('error', answer.reason)}"
-        raise {400: UserError, 401: RunError, 409: RunError}.get(answer.status, EngineFailure)(text)
+class HfClient(HttpEngine):
+    """One embedded engine at ``url``."""
 
     async def health(self) -> EngineInfo:
         data = await self._call("GET", "/health", timeout=10.0)
@@ -56,6 +33,11 @@ class HfClient:
     async def connect_weights(self, connection: EngineConnection) -> None:
         await self._call("POST", "/connect_weights", connection.to_dict(), connection.timeout + 60.0)
 
+    async def weights_checksums(self) -> dict[str, str]:
+        """xxh3_64 of every tensor that the engine holds, by on-disk name."""
+        checksums: dict[str, str] = await self._call("GET", "/weights_checksums", timeout=self._timeout)
+        return checksums
+
     async def update_weights(self, manifest: dict[str, Any]) -> None:
         await self._call("POST", "/pause", {}, self._timeout)
         try:
@@ -66,11 +48,6 @@ class HfClient:
             raise
         await self._call("POST", "/flush", {}, 60.0)
         await self._call("POST", "/resume", {"version": manifest["version"]}, 60.0)
-
-    async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
 
 
 def _command(start: EngineStart) -> list[str]:

@@ -36,10 +36,8 @@ def build_model(folder: str, dtype: str, *, threads: int = 1, device: str = "cpu
     if getattr(config, "num_experts", None):
         # One thread: a loop over experts is fastest; with more, or on a GPU, one grouped product.
         options["experts_implementation"] = "eager" if threads == 1 and device == "cpu" else "grouped_mm"
-    if dummy_weights:
-        model = AutoModelForCausalLM.from_config(config, **options)
-    else:
-        model = _load(AutoModelForCausalLM, path, options)
+    kind = AutoModelForCausalLM
+    model = kind.from_config(config, **options) if dummy_weights else _load(kind, path, options)
     return model.to(device).eval().requires_grad_(False)
 
 

@@ -31,10 +31,11 @@ from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.rollout import hf_generate
 from luspo_megatron.rollout.engine import GenerateRequest
 from luspo_megatron.rollout.hf_model import MAX_PARAMETERS, build_model
-from luspo_megatron.rollout.hf_weights import Loader, check_manifest, on_disk_locations
+from luspo_megatron.rollout.hf_weights import Loader, check_manifest, checksums, on_disk_locations
 from luspo_megatron.rollout.processes import be_owned
 from luspo_megatron.weights.manifest import EngineConnection, Manifest
-from luspo_megatron.weights.transports.process_group import ProcessGroupReceiver
+from luspo_megatron.weights.transports.base import Receiver
+from luspo_megatron.weights.transports.meeting import open_receiver
 
 log = logging.getLogger("hf_server")
 
@@ -51,7 +52,7 @@ class HfEngine:
         self._locations = on_disk_locations(model)
         self._loaded: int | None = None  # version of a loaded push that is not in force yet
         self._flushed = False
-        self._receiver: ProcessGroupReceiver | None = None
+        self._receiver: Receiver | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._resumed = asyncio.Event()
         self._resumed.set()
@@ -119,7 +120,7 @@ class HfEngine:
 
     async def connect_weights(self, connection: EngineConnection) -> None:
         self._disconnect()
-        self._receiver = await self._in_thread(ProcessGroupReceiver, connection, self.model.device)
+        self._receiver = await self._in_thread(open_receiver, connection, self.model.device)
 
     def _disconnect(self) -> None:
         if self._receiver is not None:
@@ -132,7 +133,8 @@ class HfEngine:
             if self._resumed.is_set() or self._running:
                 raise RunError("update_weights came while the engine is serving; pause it first")
             fresh = self.version == 0 and manifest.version >= 1  # a (re)started engine joins at any version
-            if manifest.version != self.version + 1 and not fresh:
+            again = manifest.version == self.version  # another engine failed in this push
+            if manifest.version != self.version + 1 and not fresh and not again:
                 raise RunError(f"weight push {manifest.version} does not follow the engine's version {self.version}")
             if self._receiver is None:
                 raise RunError("update_weights came before connect_weights")
@@ -145,14 +147,19 @@ class HfEngine:
         self._loaded, self.complete = manifest.version, True
         self.events.append("load")
 
-    def _load(self, manifest: Manifest, receiver: ProcessGroupReceiver) -> None:
-        loader = Loader(self._locations)
+    def _load(self, manifest: Manifest, receiver: Receiver) -> None:
+        loader = Loader(self._locations, self.verify)
+        receiver.begin(manifest)
         for bucket in manifest.buckets:
             buffer = receiver.receive(bucket)
             self.complete = False
             loader.load(bucket, buffer)
         if self.verify:
             loader.verify()
+
+    async def weights_checksums(self) -> dict[str, str]:
+        """xxh3_64 of every tensor as it lies in the model, by on-disk name."""
+        return await self._in_thread(checksums, self._locations)  # type: ignore[no-any-return]
 
     def flush(self) -> None:
         """This engine keeps no cache between requests; the call is part of the order and recorded."""
@@ -206,6 +213,9 @@ def make_app(engine: HfEngine, token: str) -> web.Application:
     async def generate(request: web.Request) -> web.Response:
         return web.json_response(await engine.generate(GenerateRequest.from_dict(await request.json())))
 
+    async def weights_checksums(_: web.Request) -> web.Response:
+        return web.json_response(await engine.weights_checksums())
+
     async def pause(_: web.Request) -> web.Response:
         await engine.pause()
         return web.json_response({})
@@ -228,6 +238,7 @@ def make_app(engine: HfEngine, token: str) -> web.Application:
 
     app = web.Application(middlewares=[guard], client_max_size=2**30)
     app.router.add_get("/health", health)
+    app.router.add_get("/weights_checksums", weights_checksums)
     for handler in (generate, pause, connect_weights, update_weights, flush, resume):
         app.router.add_post(f"/{handler.__name__}", handler)
     return app

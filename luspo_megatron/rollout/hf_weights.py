@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -76,11 +77,18 @@ def _bytes_hash(values: Tensor) -> bytes:
     return xxhash.xxh3_64_digest(values.contiguous().view(torch.uint8).cpu().numpy())
 
 
+def checksums(locations: Mapping[str, Location]) -> dict[str, str]:
+    """xxh3_64 of every tensor as it lies in the model, hexadecimal, by on-disk name."""
+    return {name: _bytes_hash(where.parameter.view(-1)[where.start : where.start + prod(where.shape)]).hex()
+            for name, where in locations.items()}
+
+
 @dataclass
 class Loader:
-    """Copies the buckets of one push into the parameters and remembers the hash of each stretch it wrote."""
+    """Copies the buckets of one push into the parameters; with ``verify`` it remembers the hash of what it wrote."""
 
     locations: Mapping[str, Location]
+    verify_after: bool = True
     _written: list[tuple[str, Tensor, bytes]] = field(default_factory=list)
 
     @torch.no_grad()
@@ -96,7 +104,8 @@ class Loader:
             start = location.start + piece.start
             target = location.parameter.view(-1)[start : start + piece.numel]
             target.copy_(values)
-            self._written.append((str(piece), target, _bytes_hash(values)))
+            if self.verify_after:
+                self._written.append((str(piece), target, _bytes_hash(values)))
 
     def verify(self) -> None:
         """Read every loaded stretch back from the module; raise RunError naming those that are not what was sent."""

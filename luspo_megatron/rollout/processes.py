@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -41,11 +42,16 @@ class OwnProcess:
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("xb") as file:
-            self._process = subprocess.Popen(
-                list(command), stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})}, start_new_session=True,
-            )
+        # Slurm sends the ranks' request to stop (SIGUSR1) to every process of a job step: ours are born deaf to it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        try:
+            with log.open("xb") as file:
+                self._process = subprocess.Popen(
+                    list(command), stdin=subprocess.PIPE, stdout=file, stderr=subprocess.STDOUT,
+                    env={**os.environ, **(env or {})}, start_new_session=True,
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @property
     def pid(self) -> int:
@@ -53,7 +59,19 @@ class OwnProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """None while it runs; negative: the signal that ended it.
+
+        Once it has ended, what is left of its group is killed: an engine's own processes outlive the one we started
+        when that is killed. It is still a zombie then, so the group's id cannot belong to anyone else.
+        """
+        if self._process.returncode is None:
+            try:
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                ended = None
+            if ended is None:
+                return None
+            self._signal(signal.SIGKILL)
         return self._process.poll()
 
     def describe_end(self) -> str:
@@ -68,13 +86,15 @@ class OwnProcess:
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        if self._process.poll() is None:
+        if self.returncode is None:
             self._signal(signal.SIGTERM)
-            try:
-                self._process.wait(grace)
-            except subprocess.TimeoutExpired:
+            deadline = time.monotonic() + grace
+            while self.returncode is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if self.returncode is None:
                 self._signal(signal.SIGKILL)
-                self._process.wait()
+                while self.returncode is None:
+                    time.sleep(0.02)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

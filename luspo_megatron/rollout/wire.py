@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.types import Group, Prompt, Sample
+from luspo_megatron.types import Group, Prompt, RoutedExperts, Sample
 
 _LENGTH = struct.Struct(">Q")
 MAX_BYTES = 4 * 2**30
@@ -79,10 +79,17 @@ def group_to_dict(group: Group) -> dict[str, Any]:
     return asdict(group)
 
 
+def _sample(data: Mapping[str, Any]) -> Sample:
+    routed = data.get("routed_experts")
+    if routed is None:
+        return Sample(**data)
+    return Sample(**{**data, "routed_experts": RoutedExperts(tuple(routed["shape"]), routed["dtype"], routed["data"])})
+
+
 def group_from_dict(data: Mapping[str, Any]) -> Group:
     prompt = data["prompt"]
     return Group(
         group_id=data["group_id"],
         prompt=Prompt(prompt["prompt_id"], tuple(prompt["prompt_ids"]), prompt["text"], prompt["row"]),
-        samples=[Sample(**sample) for sample in data["samples"]],
+        samples=[_sample(sample) for sample in data["samples"]],
     )

@@ -123,7 +123,8 @@ class EngineConnection:
 
     ``generation`` counts the connections of a run (a new one after an engine was replaced); ``sources`` are the
     trainer ranks that send; ``world_size`` counts the source and all workers; ``rank`` is this worker's (1-based);
-    ``timeout`` is in seconds.
+    ``timeout`` is in seconds; ``transport`` says how the bytes come (weights/transports), ``folder`` where the files of
+    the disk transport lie.
     """
 
     host: str
@@ -133,6 +134,8 @@ class EngineConnection:
     world_size: int
     rank: int
     timeout: float = 600.0
+    transport: str = "process_group"
+    folder: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "sources": list(self.sources)}

@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from luspo_megatron.weights.architecture import Architecture, find_family
 from luspo_megatron.weights.layouts import FusedQKV, GateUp, Layout, Replicated, Shape, Sharded, Vocab
+from luspo_megatron.weights.manifest import ITEM_SIZES
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,10 @@ class WeightTable:
     def hf_shapes(self) -> dict[str, Shape]:
         """Every Hugging Face tensor of the model with its shape, in table order."""
         return {name: shape for entry in self.entries() for name, shape in entry.hf_tensors}
+
+    def largest_bytes(self, dtype: str) -> int:
+        """Bytes of the largest Hugging Face tensor, rounded up to a bucket's alignment."""
+        return max(prod(shape) for shape in self.hf_shapes.values()) * ITEM_SIZES[dtype] + 8
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], Row]]:

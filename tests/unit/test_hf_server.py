@@ -355,7 +355,7 @@ def test_models_that_cannot_be_served_are_refused(tmp_path: Path) -> None:
 def test_engine_kinds() -> None:
     assert load_engine_kind("hf").name == "hf"
     assert load_engine_kind("luspo_megatron.rollout.hf_client:HF_KIND").name == "hf"
-    for name, word in (("vllm", "not supported yet"), ("nothing", "unknown"), ("json:dumps", "not an EngineKind"),
-                       ("json:nothing", "no attribute")):
+    assert load_engine_kind("vllm").name == "vllm" and load_engine_kind("sglang").name == "sglang"
+    for name, word in (("nothing", "unknown"), ("json:dumps", "not an EngineKind"), ("json:nothing", "no attribute")):
         with pytest.raises(UserError, match=word):
             load_engine_kind(name)

@@ -15,10 +15,10 @@ import xxhash
 from torch import Tensor
 
 from luspo_megatron.errors import RunError
-from luspo_megatron.weights.manifest import Bucket, TensorSlice
+from luspo_megatron.weights.manifest import Bucket, Manifest, TensorSlice
 
 Verify = Literal["off", "sample", "full"]
-SAMPLE_EVERY = 8  # verify="sample" checks every eighth slice of a bucket, the first always
+SAMPLE_EVERY = 8  # verify="sample" checks every eighth slice, other ones in each push
 
 
 class TransferError(RunError):
@@ -31,7 +31,10 @@ class SendHandle(Protocol):
 
 
 class Sender(Protocol):
-    """One trainer rank's end."""
+    """One trainer rank's end. The buffers it is given are the caller's two; each is filled again after its `wait()`."""
+
+    def begin(self, manifest: Manifest) -> None:
+        """A push starts; its buckets of this source follow in order."""
 
     def send(self, bucket: Bucket, buffer: Tensor) -> SendHandle:
         """Start broadcasting ``buffer`` (uint8 [bucket.nbytes], contiguous). Do not touch it before ``wait()``."""
@@ -41,6 +44,9 @@ class Sender(Protocol):
 
 class Receiver(Protocol):
     """One engine worker's end, for all sources."""
+
+    def begin(self, manifest: Manifest) -> None:
+        """A push starts; `receive` is called for its buckets in order. Lets the next one travel meanwhile."""
 
     def receive(self, bucket: Bucket) -> Tensor:
         """The next bucket of ``bucket.source`` as uint8 [bucket.nbytes], checked. Valid until the next call."""
@@ -54,15 +60,15 @@ def slice_checksum(buffer: Tensor, piece: TensorSlice) -> int:
     return int.from_bytes(xxhash.xxh3_64_digest(raw), "big", signed=True)
 
 
-def make_trailer(bucket: Bucket, buffer: Tensor, verify: Verify) -> Tensor:
+def make_trailer(bucket: Bucket, buffer: Tensor, verify: Verify, turn: int = 0) -> Tensor:
     """int64 [n_slices, 2]: (1, checksum) for a slice to check, (0, 0) for others. Self-describing, so that the
-    receiving end needs no setting."""
+    receiving end needs no setting. ``turn``: what is sampled moves on by one slice with each."""
     trailer = torch.zeros(len(bucket.slices), 2, dtype=torch.int64)
     if verify == "off":
         return trailer
     host = buffer.cpu()
     for index, piece in enumerate(bucket.slices):
-        if verify == "full" or index % SAMPLE_EVERY == 0:
+        if verify == "full" or index % SAMPLE_EVERY == turn % min(SAMPLE_EVERY, len(bucket.slices)):
             trailer[index, 0] = 1
             trailer[index, 1] = slice_checksum(host, piece)
     return trailer

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from luspo_megatron.weights.manifest import Bucket
+from luspo_megatron.weights.manifest import Bucket, Manifest
 from luspo_megatron.weights.transports.base import TransferError, Verify, check_trailer, make_trailer
 
 _Item = tuple[Bucket, Tensor, Tensor]
@@ -44,6 +44,9 @@ class InProcessSender:
     def __init__(self, queues: list[queue.Queue[_Item]], verify: Verify) -> None:
         self._queues, self._verify = queues, verify
 
+    def begin(self, manifest: Manifest) -> None:
+        return None
+
     def send(self, bucket: Bucket, buffer: Tensor) -> _Done:
         trailer = make_trailer(bucket, buffer, self._verify)
         for q in self._queues:
@@ -58,6 +61,9 @@ class InProcessReceiver:
     def __init__(self, queues: dict[int, queue.Queue[_Item]], timeout: float) -> None:
         self._queues, self._timeout = queues, timeout
         self._number = dict.fromkeys(queues, 0)
+
+    def begin(self, manifest: Manifest) -> None:
+        return None
 
     def receive(self, bucket: Bucket) -> Tensor:
         try:

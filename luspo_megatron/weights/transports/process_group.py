@@ -5,12 +5,17 @@ PrefixStore over a TCPStore, not on the default group, so both ends work in proc
 ``torch.distributed.init_process_group`` (a trainer rank has one, an engine usually has its own or none). The device of
 the buffers chooses the backend. The NCCL path has not run on a GPU yet.
 
-Left out: CUDA IPC between colocated processes and transfers through files.
+A broadcast is over at the source when all its bytes have left the buffer, so it may be filled again; the receiver has
+two buffers of its own, and the next bucket travels into one while the other is checked and loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import time
+from collections import deque
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from luspo_megatron.weights.manifest import Bucket, EngineConnection
+from luspo_megatron.weights.manifest import Bucket, EngineConnection, Manifest
 from luspo_megatron.weights.transports.base import TransferError, Verify, check_trailer, make_trailer
+
+ABORTED = "aborted"
 
 
 def host_store(host: str = "127.0.0.1", timeout: float = 600.0) -> tuple[dist.TCPStore, str, int]:
@@ -38,6 +45,7 @@ def _build_group(host: str, port: int, generation: int, source: int, rank: int, 
     try:
         store = dist.TCPStore(host, port, None, False, span)
         prefix = dist.PrefixStore(f"weights/{generation}/source{source}", store)
+        _await_members(store, prefix, rank, world_size, timeout)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = span
@@ -53,6 +61,27 @@ def _build_group(host: str, port: int, generation: int, source: int, rank: int, 
             f"weight group of source {source}, generation {generation}: member {rank} of {world_size} could not "
             f"connect through {host}:{port} within {timeout:g} s: {_first_line(error)}"
         ) from error
+
+
+def abort_meeting(store: Any) -> None:
+    """Tells whoever waits at the store for another member that it will not come."""
+    store.set(ABORTED, "1")
+
+
+def _await_members(store: Any, prefix: Any, rank: int, world_size: int, timeout: float) -> None:
+    """Waits until every member is at the store. Building a group cannot be broken off once begun, waiting here can."""
+    prefix.set(f"here/{rank}", "1")
+    everybody = [f"here/{member}" for member in range(world_size)]
+    deadline = time.monotonic() + timeout
+    pause = 0.005
+    while not prefix.check(everybody):
+        if store.check([ABORTED]):
+            raise RuntimeError("a member failed before all had come")
+        if time.monotonic() > deadline:
+            missing = [str(member) for member in range(world_size) if not prefix.check([f"here/{member}"])]
+            raise RuntimeError(f"member {', '.join(missing)} did not come")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
 
 
 def _gloo_device(gloo: Any, host: str) -> Any:
@@ -99,8 +128,11 @@ class ProcessGroupSender:
     def __init__(self, store_host: str, store_port: int, generation: int, source: int, world_size: int,
                  timeout: float = 600.0, *, verify: Verify = "full", device: str | torch.device = "cpu") -> None:
         self.source, self.verify, self.device = source, verify, torch.device(device)
-        self._number = 0
+        self._number = self._turn = 0
         self._group = _build_group(store_host, store_port, generation, source, 0, world_size, timeout, self.device)
+
+    def begin(self, manifest: Manifest) -> None:
+        self._turn = manifest.version
 
     def send(self, bucket: Bucket, buffer: Tensor) -> _Handle:
         """Start broadcasting ``buffer``, uint8 [bucket.nbytes]; the handle's ``wait()`` frees it for reuse."""
@@ -116,7 +148,7 @@ class ProcessGroupSender:
         try:
             # The bytes go first: the checksums are computed while they travel.
             works = [_broadcast(self._group, buffer)]
-            trailer = make_trailer(bucket, buffer, self.verify).to(self.device)
+            trailer = make_trailer(bucket, buffer, self.verify, self._turn).to(self.device)
             works.append(_broadcast(self._group, trailer))
         except RuntimeError as error:
             raise TransferError(f"{what} could not be sent: {_first_line(error)}") from error
@@ -129,12 +161,42 @@ class ProcessGroupSender:
             self._group = None
 
 
+class _Arrival:
+    """A bucket on its way here: the works of bytes and trailer, and where they go."""
+
+    def __init__(self, group: Any, bucket: Bucket, number: int, buffer: Tensor) -> None:
+        self.bucket, self.number, self.buffer = bucket, number, buffer[: bucket.nbytes]
+        self._trailer = torch.zeros(len(bucket.slices), 2, dtype=torch.int64, device=buffer.device)
+        with self._named():
+            self._works = [_broadcast(group, self.buffer), _broadcast(group, self._trailer)]
+
+    def take(self) -> Tensor:
+        with self._named():
+            for work in self._works:
+                work.wait()
+        check_trailer(self.bucket, self.buffer, self._trailer.cpu(), self.number)
+        return self.buffer
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            names = ", ".join(str(piece) for piece in self.bucket.slices[:3])
+            raise TransferError(
+                f"weight bucket {self.number} from source {self.bucket.source} ({self.bucket.nbytes} bytes: {names}"
+                f"{', ...' if len(self.bucket.slices) > 3 else ''}) did not come: {_first_line(error)}") from error
+
+
 class ProcessGroupReceiver:
     """An engine worker's end: one group per source, joined in the order of ``connection.sources``."""
 
     def __init__(self, connection: EngineConnection, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        self._turn = 0
+        self._coming: deque[Bucket] = deque()
+        self._next: _Arrival | None = None
         self._number = dict.fromkeys(connection.sources, 0)
         self._groups: dict[int, Any] = {}
         for source in connection.sources:
@@ -143,33 +205,37 @@ class ProcessGroupReceiver:
                 connection.world_size, connection.timeout, self.device
             )
 
+    def begin(self, manifest: Manifest) -> None:
+        self._coming, self._next = deque(manifest.buckets), None
+
     def receive(self, bucket: Bucket) -> Tensor:
         """The next bucket of its source, uint8 [bucket.nbytes], checksums compared.
 
         The tensor is a view of a buffer that the next call overwrites. Raises TransferError.
         """
+        arrival, self._next = self._next or self._start(bucket), None
+        if arrival.bucket is not bucket and arrival.bucket != bucket:
+            raise TransferError("buckets are not received in the manifest's order")
+        if self._coming and self._coming[0] == bucket:
+            self._coming.popleft()
+            if self._coming:
+                self._next = self._start(self._coming[0])
+        return arrival.take()
+
+    def _start(self, bucket: Bucket) -> _Arrival:
         group = self._groups.get(bucket.source)
         if group is None:
             raise TransferError(f"no weight group for source {bucket.source}; connected: {sorted(self._groups)}")
         number = self._number[bucket.source]
         self._number[bucket.source] += 1
-        if self._buffer.numel() < bucket.nbytes:
-            self._buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
-        buffer = self._buffer[: bucket.nbytes]
-        trailer = torch.zeros(len(bucket.slices), 2, dtype=torch.int64, device=self.device)
-        try:
-            _broadcast(group, buffer).wait()
-            _broadcast(group, trailer).wait()
-        except RuntimeError as error:
-            names = ", ".join(str(piece) for piece in bucket.slices[:3])
-            raise TransferError(f"weight bucket {number} from source {bucket.source} ({bucket.nbytes} bytes: {names}"
-                                f"{', ...' if len(bucket.slices) > 3 else ''}) did not come: {_first_line(error)}"
-                                ) from error
-        check_trailer(bucket, buffer, trailer.cpu(), number)
-        return buffer
+        self._turn ^= 1
+        if self._buffers[self._turn].numel() < bucket.nbytes:
+            self._buffers[self._turn] = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
+        return _Arrival(group, bucket, number, self._buffers[self._turn])
 
     def close(self) -> None:
         """Leave all groups; a source still sending gets an error at once."""
         for group in self._groups.values():
             group.shutdown()
-        self._groups = {}
+        self._groups, self._next = {}, None
+        self._coming.clear()

@@ -1,0 +1,118 @@
+"""Real runs of a tiny model over two nodes: requeue, preemption, cancellation, and a rank that dies."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.project import Project, rows, untimed
+from tests.slurm.conftest import ROOT, Cluster, Job
+
+HERE = Path(__file__).parent
+STEPS = 7
+SIGNAL = "scancel --signal=USR1 --batch $SLURM_JOB_ID"
+PHASES = [(2, "rollout"), (3, "old_logprobs"), (4, "train"), (5, "sync"), (6, "eval"), (6, "save")]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
+
+
+def arguments(project: Project, run_dir: Path, *flags: str) -> list[str]:
+    return project.train(
+        run_dir, "--run.steps", str(STEPS), "--parallel.world_size", "2", "--parallel.ep", "2",
+        "--launch.gpus_per_node", "1", "--data.eval_prompts", str(project.heldout), "--eval.every", "2",
+        "--eval.samples", "2", "--checkpoint.every", "6", "--checkpoint.export_at_end", "false", *flags)
+
+
+def submit(cluster: Cluster, project: Project, folder: Path, *flags: str, options: tuple[str, ...] = (),
+           **environment: str) -> Job:
+    environment = {"PYTHONPATH": f"{ROOT}:{HERE / 'site'}"} | environment
+    return cluster.submit(HERE / "job.sbatch", folder / "out", *arguments(project, folder / "run", *flags), cwd=folder,
+                          options=options, **environment)
+
+
+def steps_of(folder: Path) -> dict[int, dict[str, object]]:
+    """All that metrics.jsonl says of a step, but for times."""
+    steps: dict[int, dict[str, object]] = {}
+    for row in untimed(rows(folder / "run")):
+        steps.setdefault(row["step"], {}).update(row)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def straight(cluster: Cluster, project: Project, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("straight")
+    job = submit(cluster, project, folder)
+    assert job.wait() == "COMPLETED", job.said
+    yield folder
+
+
+def test_a_run_over_two_nodes(straight: Path) -> None:
+    metrics = rows(straight / "run")
+    assert [row["step"] for row in metrics if "reward_mean" in row] == list(range(1, STEPS + 1))
+    assert all(row["gradient_norm"] > 0 for row in metrics if "reward_mean" in row)
+    assert {path.name for path in (straight / "run/logs").glob("rank-*")} == {"rank-0.log", "rank-1.log"}
+
+
+def test_sigusr1_in_every_phase_and_the_requeued_run_equals_the_straight_one(
+        cluster: Cluster, project: Project, straight: Path, tmp_path: Path) -> None:
+    signals = tmp_path / "signals.json"
+    signals.write_text(json.dumps([[step, phase, SIGNAL] for step, phase in PHASES]))
+    job = submit(cluster, project, tmp_path, PHASE_SIGNALS=str(signals))
+    assert job.wait(900) == "COMPLETED", job.said
+    starts = [int(Path(f"{signals}.{i}").read_text()) for i in range(len(PHASES))]
+    # a stop in `save` of step 6 comes in the start that the stop in `eval` of step 6 has ended or in a later one
+    assert starts == sorted(starts) and len(set(starts)) >= len(PHASES) - 1, starts
+    assert int(job.field("Restarts")) == len(set(starts))
+    assert job.said.count("luspo: requeued") == len(set(starts))
+    assert steps_of(tmp_path) == steps_of(straight)
+    logs = sorted(path.name for path in (tmp_path / "run/logs").glob("rank-1*"))
+    assert logs == sorted(["rank-1.log", *(f"rank-1.{i}.log" for i in range(1, len(set(starts)) + 1))])
+
+
+def test_preemption_saves_and_goes_on(cluster: Cluster, project: Project, straight: Path, tmp_path: Path) -> None:
+    job = submit(cluster, project, tmp_path, options=("--nodelist=n1,n2",))
+    job.until(lambda: sum("reward_mean" in row for row in rows(tmp_path / "run")) >= 1)
+    other = tmp_path / "other.sh"
+    other.write_text("#!/bin/sh\nsleep 2\n")
+    high = cluster.submit(other, tmp_path / "other.out",
+                          options=("--partition=high", "--nodelist=n1,n2", "--exclusive"))
+    assert high.wait() == "COMPLETED"
+    assert job.wait() == "COMPLETED", job.said
+    assert job.field("Restarts") == "1" and "luspo: requeued" in job.said and "resuming after step" in job.said
+    assert steps_of(tmp_path) == steps_of(straight)
+
+
+def test_scancel_saves_and_does_not_requeue(cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    job = submit(cluster, project, tmp_path)
+    job.until(lambda: sum("reward_mean" in row for row in rows(tmp_path / "run")) >= 1)
+    cluster.slurm("scancel", job.number)
+    assert job.wait() == "CANCELLED", job.said
+    job.until(lambda: "cancelled: saved" in job.said, 30)
+    done = sum("reward_mean" in row for row in rows(tmp_path / "run"))
+    assert (tmp_path / f"run/checkpoints/step-{done:06d}/state.json").is_file()
+
+
+def test_a_rank_that_dies_ends_the_job_with_its_last_lines(cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    job = submit(cluster, project, tmp_path, DIE_AS_RANK="1")
+    log = tmp_path / "run/logs/rank-1.log"
+    job.until(lambda: log.exists() and "this rank dies now" in log.read_text())
+    died = time.monotonic()
+    assert job.wait(60) == "FAILED"
+    assert time.monotonic() - died < 30, "the other rank was waited for"
+    assert job.field("ExitCode") == "9:0"
+    assert "rank 1 on n" in job.said and "  this rank dies now" in job.said
+
+
+def test_the_shipped_script_with_a_tiny_model(cluster: Cluster, project: Project, tmp_path: Path) -> None:
+    """The 30B-A3B script over two nodes, its sizes and engine overruled by flags at the end."""
+    flags = arguments(project, tmp_path / "run", "--rollout.engine", "hf", "--rollout.num_engines", "1",
+                      "--rollout.engine_args=", "--parallel.tp", "1", "--run.steps", "2", "--model.dtype", "float32",
+                      "--optimizer.cpu_offload", "false", "--rollout.top_p", "1.0", "--data.chat_template", "false",
+                      "--reward.overlong_buffer", "0", "--reward.workers", "1")[1:]
+    job = cluster.submit(ROOT / "examples/qwen3_moe/luspo-qwen3_30b_a3b-1n8g.sbatch", tmp_path / "out", *flags,
+                         cwd=tmp_path, options=("--nodes=2", "--ntasks-per-node=1"))
+    assert job.wait() == "COMPLETED", job.said
+    assert [row["step"] for row in rows(tmp_path / "run") if "reward_mean" in row] == [1, 2]
