@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from luspo_megatron.weights.manifest import Bucket, Manifest, TensorSlice
@@ -74,6 +76,15 @@ def reference_logprobs(model: Any, prompt: list[int], response: list[int], tempe
         logits = model(input_ids=torch.tensor([prompt + response]), use_cache=False).logits[0].double()
     rows = torch.log_softmax(logits / (temperature or 1.0), -1)
     return [rows[len(prompt) - 1 + i, token].item() for i, token in enumerate(response)]
+
+
+def check_logprobs(found: Sequence[float], model: Any, prompt: Sequence[int], response: Sequence[int],
+                   temperature: float = 1.0) -> None:
+    """The log-probs are those of one full forward, to 1e-6 of the largest: both are float32 and batched differently."""
+    expected = np.array(reference_logprobs(model, list(prompt), list(response), temperature))
+    largest = np.abs(expected).max()
+    assert largest > 0.1
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6 * largest)
 
 
 def write_tokenizer(folder: Path, characters: str = "0123456789+-=>< ") -> None:
