@@ -82,7 +82,7 @@ def reference(model: Path) -> tuple[list[Sample], list[np.ndarray]]:
     return samples, logprobs
 
 
-LARGE = {"max_tokens": 384, "logprob_chunk_bytes": 2**25}
+LARGE = {"max_tokens": 384, "chunk_bytes": 2**25}
 
 
 @pytest.mark.parametrize("case", [Case(**LARGE), Case(world=3, tp=3, **LARGE), Case(world=2, pp=2, **LARGE)],
