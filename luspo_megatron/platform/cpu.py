@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._device as device_modes
 
 from luspo_megatron.platform.gloo import share_device
 
@@ -84,6 +85,8 @@ def _redirect_devices() -> None:
 
         return wrapped
 
+    # `with torch.device("meta")` knows the factories by identity and lists them on first use: before they are replaced.
+    device_modes._device_constructors()
     for name in FACTORIES:
         setattr(torch, name, factory_on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor

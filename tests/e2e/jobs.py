@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import numpy as np
 
 from luspo_megatron.config import Config
 from luspo_megatron.config_io import load_config
+from luspo_megatron.rollout.client import Handle
 from luspo_megatron.types import Group, Prompt, Sample
 from tests.distributed.actor_jobs import Case, actor_of, plan_of
 from tests.tiny import VOCAB
@@ -37,8 +39,20 @@ class ScriptedController:
     def __init__(self, config: Config) -> None:
         self.size = config.rollout
         self.statistics: dict[str, float] = {}
+        self.push_version: int | None = None
 
-    def next_batch(self, step: int) -> list[Group]:
+    def next_batch_async(self, step: int) -> Handle:
+        answer: Future[list[Group]] = Future()
+        answer.set_result(self._draw(step))
+        return Handle(answer)
+
+    def wait(self, handle: Handle, *_: Any) -> bool:
+        return handle.done()
+
+    def batch_of(self, handle: Handle) -> list[Group]:
+        return handle.result()  # type: ignore[no-any-return]
+
+    def _draw(self, step: int) -> list[Group]:
         rng = np.random.default_rng(step)
         groups = []
         for group in range(self.size.prompts_per_step):
