@@ -341,6 +341,7 @@ class SftConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 @dataclass(frozen=True)

@@ -37,13 +37,12 @@ from typing import IO, Any
 from luspo_megatron.config import LaunchConfig
 from luspo_megatron.config_io import save_config
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.launch import allocation
+from luspo_megatron.launch import allocation, dry
 from luspo_megatron.launch.local import free_port, log_path, tail
 from luspo_megatron.launch.rank import LOG
 from luspo_megatron.launch.stop import MARK
 
 POLL = 0.2  # seconds
-DRY = "LUSPO_DRY_RUN"
 AFTER_FAILURE = 20.0  # seconds that srun gets to end the other ranks
 REQUEUE_WAIT = 120.0  # seconds within which Slurm ends a job that it has taken back
 DRY_SUPERVISOR = ["sh", "-c", 'echo "dry run: engines on $SLURMD_NODENAME, GPUs $CUDA_VISIBLE_DEVICES"']
@@ -61,11 +60,6 @@ def wanted(settings: LaunchConfig, environ: Mapping[str, str] | None = None) -> 
     return settings.launcher == "slurm" or (settings.launcher == "auto" and inside)
 
 
-def is_dry() -> bool:
-    """Whether the ranks are only to find each other: everything but the model."""
-    return os.environ.get(DRY) == "1"
-
-
 def launch(module: str, config: Any, world_size: int, run_dir: str, settings: LaunchConfig) -> int:
     """Run ``python -m module --config FILE`` as ``world_size`` ranks of this allocation; returns the exit code."""
     nodes = allocation.expand_nodes(os.environ.get("SLURM_JOB_NODELIST", os.environ.get("SLURM_NODELIST", "")))
@@ -75,11 +69,9 @@ def launch(module: str, config: Any, world_size: int, run_dir: str, settings: La
     start = start_number(folder, world_size)
     path = folder / (f"config.{start}.yaml" if start else "config.yaml")
     save_config(config, path)
-    if is_dry():
-        module = "luspo_megatron.launch.dry"
     supervisor = [sys.executable, "-m", "luspo_megatron", "engines", "--config", str(path), "--registry",
                   str(folder.parent / "engines")]
-    job = Job(split, folder, start, settings, DRY_SUPERVISOR if is_dry() else supervisor)
+    job = Job(split, folder, start, settings, DRY_SUPERVISOR if dry.wanted() else supervisor)
     return job.run([sys.executable, "-m", "luspo_megatron.launch.rank", module, "--config", str(path)], world_size)
 
 
@@ -133,7 +125,7 @@ class Job:
             readers = [_copy(trainers.stdout, [sys.stdout.buffer, log], None),
                        _copy(trainers.stderr, [sys.stderr.buffer, log], self._notice)]
             code = self._watch(trainers, supervisors)
-            if supervisors is not None and is_dry():
+            if supervisors is not None and dry.wanted():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     supervisors.wait(60.0)
             for reader in readers:
@@ -155,7 +147,7 @@ class Job:
                       {name: value for name, value in env.items() if name not in (MARK, LOG)})
         stack.callback(_end, step)
         for source in (step.stdout, step.stderr):
-            _copy(source, [log, sys.stdout.buffer] if is_dry() else [log], None)
+            _copy(source, [log, sys.stdout.buffer] if dry.wanted() else [log], None)
         self._say(f"engines on {', '.join(nodes)}; log {path}")
         return step
 
@@ -178,7 +170,7 @@ class Job:
         passed_on = False
         give_up = float("inf")
         while (code := trainers.poll()) is None:
-            if supervisors is not None and not is_dry() and supervisors.poll() is not None:
+            if supervisors is not None and not dry.wanted() and supervisors.poll() is not None:
                 if supervisors.returncode == UserError.exit_code:
                     self._say("the engine supervisors refuse to start; the end of their log:")
                     print(tail(str(self._engine_log())), file=sys.stderr, flush=True)
@@ -207,7 +199,7 @@ class Job:
         if cancelled:
             self._say("cancelled" + (": saved; submit again to go on" if stopped else ""))
             return EXIT_CANCELLED
-        if self.reasons or stopped:
+        if stopped or (self.reasons and code):
             if not stopped:
                 self._say("the ranks did not save; the job goes on from the last checkpoint")
             return self._requeue()
