@@ -117,6 +117,9 @@ class RolloutConfig:
     """Engine servers that the run starts by itself."""
     urls: tuple[str, ...] = ()
     """External engine servers; when given, none is started."""
+    registry: str = ""
+    """Folder in which `luspo engines` supervisors make their engines known to the run, which then starts none itself;
+    empty: <run.dir>/engines when launch.engine_nodes is more than 0 (Slurm starts the supervisors then)."""
     engine_args: tuple[str, ...] = ()
     """Flags for vLLM or SGLang itself, as its own documentation names them; they win over the ones set here. One string
     may hold several, e.g. "--tensor-parallel-size 8 --enable-expert-parallel"."""

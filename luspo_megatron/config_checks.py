@@ -37,6 +37,7 @@ from luspo_megatron.config_checks_rollout import (
     json_object,
     suspicious_clips,
 )
+from luspo_megatron.config_tools import EnginesConfig
 from luspo_megatron.errors import UserError
 from luspo_megatron.parallel import ParallelLayout
 from luspo_megatron.weights.architecture import Architecture, read_architecture
@@ -142,6 +143,16 @@ def check_weight_sync(settings: WeightSyncConfig) -> Iterator[Violation]:
     if settings.folder and settings.transport != "disk":
         yield Violation("--weight_sync.folder", settings.folder, "only the disk transport has one; leave it out, or "
                         "set --weight_sync.transport disk")
+
+
+def validate_engines(config: EnginesConfig) -> list[Violation]:
+    """What is wrong with the settings that engines are started from."""
+    found = [*check_model(config.model), *check_rollout(replace(config.rollout, dynamic_sampling=False))]
+    if config.rollout.urls:
+        found.append(Violation("--rollout.urls", config.rollout.urls, "these engines run already; leave it empty"))
+    if not config.nodes and config.node:
+        found.append(Violation("--node", config.node, "say of how many with --nodes"))
+    return found
 
 
 def validate_export(config: ExportConfig) -> list[Violation]:

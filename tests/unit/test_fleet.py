@@ -139,7 +139,7 @@ def test_an_engine_that_keeps_dying_is_given_up_with_its_log(
     monkeypatch.setattr(keeper, "MAX_RESTARTS", 1)
 
     async def body(fleet: Fleet) -> None:
-        monkeypatch.setenv("STUB_START_FAIL", "1")
+        monkeypatch.setenv("STUB_START_FAIL", "3")
         process = fleet.slots[0].process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -167,7 +167,7 @@ def test_failing_requests_are_retried_a_bounded_number_of_times(
 
 
 def test_an_engine_that_cannot_start_is_an_error_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_START_FAIL", "1")
+    monkeypatch.setenv("STUB_START_FAIL", "3")
 
     async def nothing(fleet: Fleet) -> None:
         raise AssertionError("the fleet started")
