@@ -156,6 +156,10 @@ class RolloutConfig:
     """Seconds for one generate request, and for a weight push to wait for running sequences."""
     start_timeout: float = 300.0
     """Seconds for an engine to become healthy."""
+    min_engines: int = 1
+    """The run ends when fewer engines than this have been healthy for restart_timeout; dead ones are started again."""
+    restart_timeout: float = 0.0
+    """Seconds for dead engines to come back; 0: twice start_timeout, one to start and one to be given the weights."""
 
 
 @dataclass(frozen=True)

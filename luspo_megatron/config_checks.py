@@ -19,6 +19,7 @@ from luspo_megatron.config import (
     Config,
     EvalCommandConfig,
     ExportConfig,
+    LaunchConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
@@ -75,6 +76,7 @@ def validate(config: Config, facts: Architecture | None = None) -> list[Violatio
     found += at_least("--run.sample_table_every", config.run.sample_table_every, 0)
     found += check_weight_sync(config.weight_sync)
     found += _eval(config)
+    found += check_launch(config.launch)
     return found
 
 
@@ -96,6 +98,7 @@ def validate_sft(config: SftConfig, facts: Architecture | None = None) -> list[V
     found += check_batch(config.batch, config.data.max_tokens, "data.max_tokens")
     found += check_loss(config.loss)
     found += check_checkpoint(config.checkpoint)
+    found += check_launch(config.launch)
     return found
 
 
@@ -143,6 +146,13 @@ def check_weight_sync(settings: WeightSyncConfig) -> Iterator[Violation]:
     if settings.folder and settings.transport != "disk":
         yield Violation("--weight_sync.folder", settings.folder, "only the disk transport has one; leave it out, or "
                         "set --weight_sync.transport disk")
+
+
+def check_launch(settings: LaunchConfig) -> Iterator[Violation]:
+    yield from at_least("--launch.gpus_per_node", settings.gpus_per_node, 1)
+    yield from at_least("--launch.engine_nodes", settings.engine_nodes, 0)
+    if not settings.stop_grace > 0:
+        yield Violation("--launch.stop_grace", settings.stop_grace, "take more than 0 seconds")
 
 
 def validate_engines(config: EnginesConfig) -> list[Violation]:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from luspo_megatron.config import (
     BatchConfig,
+    Config,
     LaunchConfig,
     LossConfig,
     ModelConfig,
@@ -28,6 +29,7 @@ from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.launch import dry, environment, local, slurm, stop
 from luspo_megatron.launch.end import end
 from luspo_megatron.report.records import set_aside
+from luspo_megatron.rollout.flag_check import check_engine_flags
 
 
 def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable[[Any], None],
@@ -44,6 +46,8 @@ def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable
     by_slurm = slurm.wanted(settings)
     if dry.wanted():
         module = dry.__name__
+        if isinstance(config, Config):
+            print(f"dry run: {check_engine_flags(config)}", flush=True)
     else:
         check(config)
     if by_slurm:

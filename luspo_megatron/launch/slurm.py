@@ -12,8 +12,9 @@ trainers and one for the engine supervisors, copies what rank 0 says to the job'
 
 Preemption reaches the ranks only, not the batch script: a rank that stops because it was asked to leaves a mark
 (launch/stop.py), by which the driver knows it from the end of the run. Logs are <run_dir>/logs/rank-N.log, from the
-second start (a requeue is one) rank-N.K.log. Engine supervisors (`luspo engines`) are one task per engine node; they
-and the run find each other through the registry folder <run_dir>/engines. With LUSPO_DRY_RUN=1 the ranks find each
+second start (a requeue is one) rank-N.K.log. Engine supervisors (`luspo engines`) are one task per engine node; where
+engines share the trainers' GPUs on several nodes, one per trainer node, beside its ranks (srun --overlap). They and the
+run find each other through the registry folder <run_dir>/engines. With LUSPO_DRY_RUN=1 the ranks find each
 other and end (launch/dry.py). Left out: choosing partitions and accounts, which are the site's; array jobs and chains
 need nothing from here.
 """
@@ -29,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -68,11 +69,29 @@ def launch(module: str, config: Any, world_size: int, run_dir: str, settings: La
     folder.mkdir(parents=True, exist_ok=True)
     start = start_number(folder, world_size)
     path = folder / (f"config.{start}.yaml" if start else "config.yaml")
+    hosts = engine_hosts(config, split)
+    registry = str(folder.parent / "engines")
+    if hosts:
+        registry = config.rollout.registry or registry
+        config = replace(config, rollout=replace(config.rollout, registry=registry))
     save_config(config, path)
-    supervisor = [sys.executable, "-m", "luspo_megatron", "engines", "--config", str(path), "--registry",
-                  str(folder.parent / "engines")]
-    job = Job(split, folder, start, settings, DRY_SUPERVISOR if dry.wanted() else supervisor)
+    supervisor = [sys.executable, "-m", "luspo_megatron", "engines", "--config", str(path), "--registry", registry]
+    job = Job(split, folder, start, settings, hosts, DRY_SUPERVISOR if dry.wanted() else supervisor)
     return job.run([sys.executable, "-m", "luspo_megatron.launch.rank", module, "--config", str(path)], world_size)
+
+
+def engine_hosts(config: Any, split: allocation.Split) -> tuple[str, ...]:
+    """The nodes that need a supervisor. None where the run starts its engines beside rank 0, or has them from outside.
+
+    Colocated engines spread over the trainers' nodes; those of a run on one node are that node's.
+    """
+    rollout = getattr(config, "rollout", None)
+    if rollout is None or rollout.urls:
+        return ()
+    if split.engines:
+        return split.engines
+    spread = len(split.trainers) > 1 and rollout.num_engines > 1 and not rollout.registry
+    return split.trainers[:rollout.num_engines] if spread else ()
 
 
 def start_number(folder: Path, world_size: int) -> int:
@@ -105,6 +124,7 @@ class Job:
     folder: Path
     start: int
     settings: LaunchConfig
+    hosts: Sequence[str] = ()  # of the engines
     supervisor: Sequence[str] = ()
     reasons: list[int] = field(default_factory=list)  # signals that have come
     failed: list[tuple[str, int, str]] = field(default_factory=list)  # node, rank, how
@@ -137,8 +157,8 @@ class Job:
 
     def _start_supervisors(self, env: Mapping[str, str],
                            stack: contextlib.ExitStack) -> subprocess.Popen[bytes] | None:
-        """One per engine node; their output goes to logs/engines.log, from the second start engines.K.log."""
-        nodes = self.split.engines
+        """One per node with engines; their output goes to logs/engines.log, from the second start engines.K.log."""
+        nodes = self.hosts
         if not nodes:
             return None
         path = self._engine_log()

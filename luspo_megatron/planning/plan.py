@@ -176,7 +176,8 @@ def _details(config: Config, machine: Machine, table: WeightTable, nodes: int, g
         "grid": rank_grid(layout, gpus), "batch": asdict(batches) | {"percentiles": points, "prompt_tokens": prompt},
         "stages": [_stage(stage, memory) for stage, memory in zip(sizes, trainers, strict=True)],
         "engine": None if engine is None else asdict(engine),
-        "places": [asdict(place) for place in places(engine, nodes, gpus)] if engine else [], "moments": moments,
+        "places": [asdict(place) for place in
+                   places(engine, nodes, config.launch.engine_nodes, gpus)] if engine else [], "moments": moments,
         "gpu_memory": machine.gpu_memory, "margin": MARGIN, "host_per_node": host, "host_memory": machine.host_memory,
         "fits": all(m["fits"] for m in moments) and host <= machine.host_memory and (
             engine is None or engine.cache_tokens >= prompt + config.rollout.max_response_tokens),

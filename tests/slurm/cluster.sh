@@ -37,7 +37,7 @@ SlurmctldHost=localhost(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$BASE/munge/munge.sock,cred_expire=10
+AuthInfo=socket=$BASE/munge/munge.sock,cred_expire=5
 SchedulerParameters=sched_interval=1,bf_interval=1,bf_resolution=10
 MpiDefault=none
 ProctrackType=proctrack/linuxproc

@@ -170,7 +170,7 @@ def test_supervisors_of_engine_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyP
                                      code: int, capfd: pytest.CaptureFixture[str]) -> None:
     prepare(tmp_path, monkeypatch, 'exec "$@"')
     job = slurm.Job(Split(("localhost",), ("e1", "e2"), 1), tmp_path / "logs", 0, LaunchConfig(),
-                    ["sh", "-c", supervisor])
+                    ("e1", "e2"), ["sh", "-c", supervisor])
     began = time.monotonic()
     assert job.run(["sh", "-c", trainer], 1) == code
     assert time.monotonic() - began < 20

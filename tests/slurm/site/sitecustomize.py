@@ -1,6 +1,6 @@
 """Loaded by every Python process of a test job (it is on PYTHONPATH): makes things happen at a given moment.
 
-PHASE_SIGNALS names a JSON file, [[step, phase, command], ...]: each command runs once over all starts of the job, inside
+PHASE_SIGNALS names a JSON file, [[step, phase, command], ...]: each command runs once over all starts of the job, in
 that phase: on rank 0, for "reward" in the controller, which then takes its time over the grades. DIE_AS_RANK: that rank
 says so and dies when it joins the others. Nothing of the program is replaced: it is looked at from outside.
 """
