@@ -149,8 +149,12 @@ def slurm(which: Callable[[str], str | None] = shutil.which) -> Iterator[Line]:
     elif missing:
         yield error("slurm", f"{', '.join(missing)} not found", "install the rest of Slurm's client")
     else:
-        done = subprocess.run(["sinfo", "--noheader", "--format=%D nodes %P"], capture_output=True, text=True,
-                              timeout=20, check=False)
+        try:
+            done = subprocess.run(["sinfo", "--noheader", "--format=%D nodes %P"], capture_output=True, text=True,
+                                  timeout=20, check=False)
+        except subprocess.TimeoutExpired:
+            yield warning("slurm", "the controller does not answer within 20 s", "check SLURM_CONF")
+            return
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no reason given"])[0][:120]
             yield warning("slurm", f"the controller does not answer ({said})", "check SLURM_CONF")

@@ -48,6 +48,9 @@ AFTER_FAILURE = 20.0  # seconds that srun gets to end the other ranks
 REQUEUE_WAIT = 120.0  # seconds within which Slurm ends a job that it has taken back
 DRY_SUPERVISOR = ["sh", "-c", 'echo "dry run: engines on $SLURMD_NODENAME, GPUs $CUDA_VISIBLE_DEVICES"']
 EXIT_CANCELLED = 128 + signal.SIGTERM
+# srun's options by environment, which would show a task one GPU only. Not --gpu-bind=none: with it Slurm 22.05 sets
+# CUDA_VISIBLE_DEVICES to nothing.
+GPU_BINDING = ("SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
 # srun: error: n3: task 5: Exited with exit code 1      srun: error: n1: tasks 0-1,3: Killed
 FAILED_TASK = re.compile(rb"srun: error: (\S+): tasks? (\d+)[\d,-]*: (.*)")
 
@@ -105,14 +108,14 @@ def start_number(folder: Path, world_size: int) -> int:
 def srun_command(nodes: Sequence[str], tasks: int, command: Sequence[str], *, one_for_all: bool = True) -> list[str]:
     """srun of ``command`` on these nodes of the allocation, ``tasks`` over them in blocks.
 
-    Each task sees all GPUs of its node (a rank takes the one of its number), and steps may share CPUs and GPUs, because
-    colocated engines use the trainers'. ``one_for_all``: one task that fails ends the step; else not even a lost node
+    Each task sees all GPUs of its node (a rank takes the one of its number; `_start` takes bindings of the site's away),
+    and steps may share CPUs and GPUs, because colocated engines use the trainers'. ``one_for_all``: one task that fails ends the step; else not even a lost node
     does.
     """
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     return ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--ntasks={tasks}",
-            f"--ntasks-per-node={tasks // len(nodes)}", "--distribution=block", "--overlap", "--gpu-bind=none",
-            "--mpi=none", "--input=none", f"--chdir={os.getcwd()}", *([f"--cpus-per-task={cpus}"] if cpus else []),
+            f"--ntasks-per-node={tasks // len(nodes)}", "--distribution=block", "--overlap", "--mpi=none",
+            "--input=none", f"--chdir={os.getcwd()}", *([f"--cpus-per-task={cpus}"] if cpus else []),
             *(["--kill-on-bad-exit=1"] if one_for_all else ["--kill-on-bad-exit=0", "--no-kill"]), *command]
 
 
@@ -275,7 +278,8 @@ class Job:
 def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     try:
         # a group of its own: what is sent to the batch script's group is passed on deliberately, once
-        return subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        kept = {name: value for name, value in env.items() if name not in GPU_BINDING}
+        return subprocess.Popen(list(command), env=kept, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, process_group=0)
     except OSError as error:
         raise UserError(f"srun cannot be started ({error}); is Slurm's client installed on this node?") from error

@@ -167,7 +167,9 @@ def _details(config: Config, machine: Machine, table: WeightTable, nodes: int, g
     engine = engine_memory(config, table, machine.gpu_memory, engine_gpus)
     moments = _moments(config, machine, layout, trainers, engine, largest)
     parameters, tensors = whole_model(table)
-    host = min(gpus, layout.world_size) * max(m.host for m in trainers)
+    # a trainer that lends its GPU to engines keeps parameters and optimizer in pinned host memory meanwhile
+    lent = max(m.parameters + m.optimizer for m in trainers) if engine is not None and engine.colocated else 0
+    host = min(gpus, layout.world_size) * (max(m.host for m in trainers) + lent)
     return {
         "model": {"architecture": table.arch.family, "parameters": parameters, "tensors": tensors,
                   "active_parameters": work.active_parameters(table)},

@@ -150,7 +150,7 @@ def test_an_engine_that_keeps_dying_is_given_up_with_its_log(
 
 
 @pytest.mark.parametrize(("restarts", "message"), [
-    (0, "fewer than rollout.min_engines=2 engines are left.*told not to start"),
+    (0, "fewer than rollout.min_engines=2 engines are left.*engine-0: it was started again 0 times"),
     (9, "fewer than rollout.min_engines=2 engines have been healthy for 2 s .*restart_timeout"),
 ])
 def test_too_few_engines_for_too_long_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int,
