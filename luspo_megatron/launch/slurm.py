@@ -108,9 +108,9 @@ def start_number(folder: Path, world_size: int) -> int:
 def srun_command(nodes: Sequence[str], tasks: int, command: Sequence[str], *, one_for_all: bool = True) -> list[str]:
     """srun of ``command`` on these nodes of the allocation, ``tasks`` over them in blocks.
 
-    Each task sees all GPUs of its node (a rank takes the one of its number; `_start` takes bindings of the site's away),
-    and steps may share CPUs and GPUs, because colocated engines use the trainers'. ``one_for_all``: one task that fails ends the step; else not even a lost node
-    does.
+    Each task sees all GPUs of its node (a rank takes the one of its number; `_start` takes a site's bindings away), and
+    steps may share CPUs and GPUs, because colocated engines use the trainers'. ``one_for_all``: one task that fails
+    ends the step; else not even a lost node does.
     """
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     return ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--ntasks={tasks}",
