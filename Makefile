@@ -63,7 +63,8 @@ test: setup ## run all tests
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-slurm
-test-slurm: setup ## launches, requeue and preemption on a Slurm cluster that is started on this machine (as root)
+test-slurm: setup ## launches, requeue and preemption on a Slurm cluster of this machine (as root; installs Slurm)
+	@tests/slurm/install.sh
 	$(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
 
 .PHONY: demo

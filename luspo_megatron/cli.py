@@ -12,12 +12,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from luspo_megatron import __version__, config_checks, config_help, config_tools
 from luspo_megatron.config import Config, EvalCommandConfig, ExportConfig, ParityConfig, SftConfig
 from luspo_megatron.config_io import field_types, load_config, split_words
-from luspo_megatron.config_tools import LengthBiasConfig, ModelStudyConfig, ReportConfig
+from luspo_megatron.config_tools import EnginesConfig, LengthBiasConfig, ModelStudyConfig, ReportConfig
 from luspo_megatron.config_yaml import suggestion
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.launch.end import end
@@ -53,6 +54,15 @@ def export(argv: Sequence[str]) -> int:
     config = load_config(ExportConfig, argv, prog="luspo export", description=_summary(export))
     config_checks.require(config_checks.validate_export(config))
     return _call("luspo_megatron.export", config)
+
+
+def engines(argv: Sequence[str]) -> int:
+    """Start this node's rollout engines, keep them alive, and make them known to a run."""
+    config = load_config(EnginesConfig, argv, prog="luspo engines", description=_summary(engines))
+    config_checks.require(config_checks.validate_engines(config))
+    registry = config.registry or config.rollout.registry or os.path.join(config.run.dir, "engines")
+    config = replace(config, registry=registry)
+    return _call("luspo_megatron.rollout.supervisor", config)
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -134,6 +144,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "sft": sft,
     "eval": evaluate,
     "export": export,
+    "engines": engines,
     "plan": plan,
     "doctor": doctor,
     "study": study,

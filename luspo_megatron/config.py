@@ -117,6 +117,9 @@ class RolloutConfig:
     """Engine servers that the run starts by itself."""
     urls: tuple[str, ...] = ()
     """External engine servers; when given, none is started."""
+    registry: str = ""
+    """Folder in which `luspo engines` supervisors make their engines known to the run, which then starts none itself;
+    empty: <run.dir>/engines when launch.engine_nodes is more than 0 (Slurm starts the supervisors then)."""
     engine_args: tuple[str, ...] = ()
     """Flags for vLLM or SGLang itself, as its own documentation names them; they win over the ones set here. One string
     may hold several, e.g. "--tensor-parallel-size 8 --enable-expert-parallel"."""
@@ -153,6 +156,10 @@ class RolloutConfig:
     """Seconds for one generate request, and for a weight push to wait for running sequences."""
     start_timeout: float = 300.0
     """Seconds for an engine to become healthy."""
+    min_engines: int = 1
+    """The run ends when fewer engines than this have been healthy for restart_timeout; dead ones are started again."""
+    restart_timeout: float = 0.0
+    """Seconds for dead engines to come back; 0: twice start_timeout, one to start and one to be given the weights."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +348,7 @@ class SftConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from luspo_megatron.config import (
     Config,
     EvalCommandConfig,
     ExportConfig,
+    LaunchConfig,
     LossConfig,
     ModelConfig,
     OptimizerConfig,
@@ -37,6 +38,7 @@ from luspo_megatron.config_checks_rollout import (
     json_object,
     suspicious_clips,
 )
+from luspo_megatron.config_tools import EnginesConfig
 from luspo_megatron.errors import UserError
 from luspo_megatron.parallel import ParallelLayout
 from luspo_megatron.weights.architecture import Architecture, read_architecture
@@ -74,6 +76,7 @@ def validate(config: Config, facts: Architecture | None = None) -> list[Violatio
     found += at_least("--run.sample_table_every", config.run.sample_table_every, 0)
     found += check_weight_sync(config.weight_sync)
     found += _eval(config)
+    found += check_launch(config.launch)
     return found
 
 
@@ -95,6 +98,7 @@ def validate_sft(config: SftConfig, facts: Architecture | None = None) -> list[V
     found += check_batch(config.batch, config.data.max_tokens, "data.max_tokens")
     found += check_loss(config.loss)
     found += check_checkpoint(config.checkpoint)
+    found += check_launch(config.launch)
     return found
 
 
@@ -142,6 +146,23 @@ def check_weight_sync(settings: WeightSyncConfig) -> Iterator[Violation]:
     if settings.folder and settings.transport != "disk":
         yield Violation("--weight_sync.folder", settings.folder, "only the disk transport has one; leave it out, or "
                         "set --weight_sync.transport disk")
+
+
+def check_launch(settings: LaunchConfig) -> Iterator[Violation]:
+    yield from at_least("--launch.gpus_per_node", settings.gpus_per_node, 1)
+    yield from at_least("--launch.engine_nodes", settings.engine_nodes, 0)
+    if not settings.stop_grace > 0:
+        yield Violation("--launch.stop_grace", settings.stop_grace, "take more than 0 seconds")
+
+
+def validate_engines(config: EnginesConfig) -> list[Violation]:
+    """What is wrong with the settings that engines are started from."""
+    found = [*check_model(config.model), *check_rollout(replace(config.rollout, dynamic_sampling=False))]
+    if config.rollout.urls:
+        found.append(Violation("--rollout.urls", config.rollout.urls, "these engines run already; leave it empty"))
+    if not config.nodes and config.node:
+        found.append(Violation("--node", config.node, "say of how many with --nodes"))
+    return found
 
 
 def validate_export(config: ExportConfig) -> list[Violation]:

@@ -91,6 +91,11 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[Violation]:
         yield from at_least(f"--rollout.{name}", getattr(rollout, name), 1)
     if not rollout.urls:
         yield from at_least("--rollout.num_engines", rollout.num_engines, 1)
+    engines = len(rollout.urls) or rollout.num_engines
+    if not 1 <= rollout.min_engines <= engines:
+        yield Violation("--rollout.min_engines", rollout.min_engines, f"there are {engines} engines; take 1 to "
+                        f"{engines}")
+    yield from at_least("--rollout.restart_timeout", rollout.restart_timeout, 0)
     for name in ("max_retries", "max_extra_rounds"):
         yield from at_least(f"--rollout.{name}", getattr(rollout, name), 0)
     for name in ("request_timeout", "start_timeout"):

@@ -77,6 +77,20 @@ class ModelStudyConfig(Config):
 
 
 @dataclass(frozen=True)
+class EnginesConfig(Config):
+    """Everything `luspo engines` can be told: the settings of the run that the engines are for, and these."""
+
+    registry: str = ""
+    """Folder in which the run finds the engines; it must be seen by all nodes. Empty: <run.dir>/engines."""
+    node: int = 0
+    """Which of the engine nodes this is, from 0. Looked at when nodes is given."""
+    nodes: int = 0
+    """Engine nodes that share the run's engines; 0: those of this Slurm step, else this one only."""
+    host: str = ""
+    """Address of this machine that the engines listen on; empty: this node's under Slurm, else loopback."""
+
+
+@dataclass(frozen=True)
 class ReportConfig:
     """Everything `luspo report` can be told. Run folders may be given without a flag: luspo report RUN [RUN ...]."""
 

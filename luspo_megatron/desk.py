@@ -18,6 +18,7 @@ from typing import Any
 from luspo_megatron.config import Config
 from luspo_megatron.config_io import save_config
 from luspo_megatron.errors import RunError
+from luspo_megatron.launch import stop
 from luspo_megatron.ranks import Ranks
 from luspo_megatron.report.environment import write_environment
 from luspo_megatron.report.html import write_report
@@ -123,7 +124,8 @@ class Desk:
 
     # ------------------------------------------------------------------ what the controller does
     def rollout(self, step: int) -> list[Group] | None:
-        """The groups of a step, with rewards, on every rank; None when rank 0 was asked to stop before they came."""
+        """The groups of a step, with rewards, on every rank; None when rank 0 was asked to stop before they came (the
+        controller is then in the middle of a rollout: its state is not to be kept)."""
         groups: list[Group] | None = None
         handle: Any = None
         size = self._config.rollout
@@ -131,12 +133,10 @@ class Desk:
             if self.client is not None:
                 handle = self.client.next_batch_async(step)
             self._wait_and_push(handle)
-            if self.client is not None:
+            if self.client is not None and handle.done():
                 groups = self.client.batch_of(handle)
                 self._warn_of(self.client.statistics)
-            groups = self._ranks.broadcast(groups)
-        assert groups is not None
-        return groups
+            return self._ranks.broadcast(groups)  # type: ignore[no-any-return]
 
     def push(self, sync: Any, version: int) -> None:
         """``sync.push(version)``, and the same again when an engine that was started again needs these weights."""
@@ -146,9 +146,10 @@ class Desk:
         self._push_again = lambda: sync.push(version)
 
     def _wait_and_push(self, handle: Any) -> None:
-        """Every rank waits for the controller's answer, and pushes the current weights again whenever an engine that
-        was started again needs them to go on. A push that fails is a warning here: other engines may serve."""
-        while self._ranks.broadcast(None if self.client is None else not self.client.wait(handle)):
+        """Every rank waits for the controller's answer, or until rank 0 is asked to stop, and pushes the current
+        weights again whenever an engine that was started again needs them to go on. A push that fails is a warning
+        here: other engines may serve."""
+        while self._ranks.broadcast(None if self.client is None else not self.client.wait(handle, stop.requested)):
             assert self._push_again is not None
             if self._progress is not None:
                 self._progress.warning("an engine was started again: it gets the current weights")
@@ -172,11 +173,12 @@ class Desk:
             if statistics.get(name):
                 self._progress.warning(f"{int(statistics[name])} {what}")
 
-    def evaluate(self, step: int, *, full: bool) -> None:
-        """pass@1, pass@k and greedy on the held-out prompts; all of them when `full`."""
+    def evaluate(self, step: int, *, full: bool) -> bool:
+        """pass@1, pass@k and greedy on the held-out prompts; all of them when `full`. On every rank: False when rank 0
+        was asked to stop before the answers came."""
         config = self._config
         if not config.data.eval_prompts:
-            return
+            return True
         handle: Any = None
         with self.phase("eval"):
             if self.client is not None:
@@ -184,6 +186,8 @@ class Desk:
                                                     config.eval.greedy and full,
                                                     0 if full else config.eval.interim_size, config.run.seed)
             self._wait_and_push(handle)
+            if not self._ranks.broadcast(None if handle is None else handle.done()):
+                return False
             result = handle.result() if handle is not None else {}
         if self._progress is not None and self._sinks is not None:
             metrics = {f"eval/{ours}": result[theirs] for ours, theirs in (
@@ -193,6 +197,15 @@ class Desk:
             self._sinks.write(step, metrics)
             self._progress.step_row({"step": step, **metrics})
         self._ranks.broadcast(None)  # nobody starts the next phase in a collective that rank 0 is late for
+        return True
+
+    def evaluated(self, step: int) -> bool:
+        """Whether the metrics hold an evaluation of this step already; the same answer on every rank."""
+        found = None
+        if self._ranks.rank == 0:
+            records = read_lines(Path(self._config.run.dir) / METRICS_FILE)[0]
+            found = any(record.get("step") == step and "eval/pass_at_1" in record for record in records)
+        return bool(self._ranks.broadcast(found))
 
     def controller_state(self) -> dict[str, Any] | None:
         return None if self.client is None else self.client.state()
@@ -229,6 +242,7 @@ class Desk:
 
     def stopped(self, step: int) -> None:
         """The end of a run that was asked to stop."""
+        stop.mark()
         self._finish(step, None, finished=False)
 
     def finish(self, state: dict[str, Any], export: Path | None) -> None:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from luspo_megatron import run
 from luspo_megatron.config import Config, EvalCommandConfig, RunConfig
 from luspo_megatron.config_io import save_config
+from luspo_megatron.launch import dry
+from luspo_megatron.rollout.flag_check import check_engine_flags
 
 if TYPE_CHECKING:
     from luspo_megatron.rollout.client import ControllerClient
@@ -29,6 +31,11 @@ def main(config: EvalCommandConfig) -> int:
         trained_from = run.model_of(checkpoint)
         model = replace(trained_from, tokenizer=config.model.tokenizer or trained_from.tokenizer)
         config = replace(config, model=model)
+    if dry.wanted():
+        print(f"dry run: {check_engine_flags(config)}")
+        print(f"dry run: would evaluate {config.checkpoint or config.model.hf} on {config.data.eval_prompts}, "
+              f"{config.eval.samples} samples per prompt, and write {Path(config.out) / 'eval.json'}")
+        return 0
     check_eval(config)
     out = Path(config.out)
     with contextlib.ExitStack() as stack:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from luspo_megatron.config import (
     BatchConfig,
+    Config,
     LaunchConfig,
     LossConfig,
     ModelConfig,
@@ -25,9 +26,10 @@ from luspo_megatron.config import (
 from luspo_megatron.config_checks import model_facts, resolve_layout
 from luspo_megatron.config_io import load_config, save_config
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.launch import environment, local, slurm, stop
+from luspo_megatron.launch import dry, environment, local, slurm, stop
 from luspo_megatron.launch.end import end
 from luspo_megatron.report.records import set_aside
+from luspo_megatron.rollout.flag_check import check_engine_flags
 
 
 def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable[[Any], None],
@@ -42,7 +44,11 @@ def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable
         return guarded(run, config)
     settings = getattr(config, "launch", LaunchConfig())
     by_slurm = slurm.wanted(settings)
-    if not (by_slurm and slurm.is_dry()):
+    if dry.wanted():
+        module = dry.__name__
+        if isinstance(config, Config):
+            print(f"dry run: {check_engine_flags(config)}", flush=True)
+    else:
         check(config)
     if by_slurm:
         return slurm.launch(module, config, world_size, run_dir, settings)
@@ -69,7 +75,6 @@ def guarded(run: Callable[[Any], None], config: Any, *, every_rank: bool = False
     """
     try:
         run(config)
-        stop.mark()
     except (UserError, RunError) as error:
         if every_rank or os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
             print(f"luspo: {error}", file=sys.stderr, flush=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from luspo_megatron import run
 from luspo_megatron.config import SftConfig
-from luspo_megatron.launch.stop import install as install_stop
+from luspo_megatron.launch import stop
 
 LINES = 10  # progress lines over a whole run
 
@@ -36,7 +36,7 @@ def sft(config: SftConfig) -> None:
     from luspo_megatron.report.progress import Progress
     from luspo_megatron.trainer import export_policy
 
-    install_stop()
+    stop.install()
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.hf, config.model.hf)
     samples = [_Packable(d.prompt_ids, d.response_ids, [0.0] * len(d.response_ids))
                for d in load_demonstrations(config.data, tokenizer)]
@@ -87,6 +87,7 @@ def sft(config: SftConfig) -> None:
             if progress is not None:
                 progress.message(f"saved {saved}")
         if stopping and step < steps:
+            stop.mark()
             if progress is not None:
                 command = run.resume_command("sft", config.run.dir)
                 progress.message(f"stopped after step {step}; to go on: {command}")

@@ -50,8 +50,12 @@ def train(config: Config) -> None:
         sync = stack.enter_context(contextlib.closing(weight_sync(config, actor, desk)))
         with desk.phase("sync"):
             desk.push(sync, state["weight_version"])
-        if state["step"] == 0:
-            desk.evaluate(0, full=True)
+        done = state["step"]
+        due = done == 0 or (state.get("evaluation_due") and not desk.evaluated(done))
+        if due and not desk.evaluate(done, full=done in (0, config.run.steps)):
+            desk.stopped(done)  # what was saved says that this evaluation is due
+            return
+        state["evaluation_due"] = False
         multiple = ranks.layout.token_multiple(config.parallel.sequence_parallel)
         updates_per_step = config.algorithm.epochs * -(
             -config.rollout.prompts_per_step // config.algorithm.prompts_per_mini_batch)
@@ -67,7 +71,6 @@ def train(config: Config) -> None:
 
         for step in range(state["step"] + 1, config.run.steps + 1):
             desk.begin(step)
-            state["controller"] = desk.controller_state()
             groups: list[Group] | None = desk.rollout(step)
             if groups is None:  # asked to stop: the rollout, which can take long, is given up and drawn again on resume
                 if saved_step < step - 1:
@@ -110,14 +113,15 @@ def train(config: Config) -> None:
 
             stopping = run.stop_agreed(ranks)
             last = step == config.run.steps
-            due = bool(config.eval.every and step % config.eval.every == 0)
-            state["evaluation_due"] = due and stopping and not last  # it waits for the resumed run
-            if last or (due and not stopping):
-                desk.evaluate(step, full=last)
+            state["controller"] = desk.controller_state()
+            due = last or bool(config.eval.every and step % config.eval.every == 0)
+            if due and not stopping:
+                stopping = not desk.evaluate(step, full=last)
+                due = stopping
+            state["evaluation_due"] = due  # an evaluation that a request to stop leaves out is the resumed run's
             if last or stopping or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                state["controller"] = desk.controller_state()
                 save(step)
-            if stopping and not last:
+            if stopping:
                 desk.stopped(step)
                 return
         export = None

@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
-# The paper's dense recipe: Qwen2.5-7B-Base on one node of 8 GPUs.
+# The paper's dense recipe: LUSPO for Qwen2.5-7B on one node of 8 GPUs, engines on the trainers' GPUs.
 #
-#   bash examples/qwen2_5/luspo-qwen2_5_7b-1n8g.sh   (one node)
+#   bash examples/qwen2_5/luspo-qwen2_5_7b-1n8g.sh       (one node)
 #   sbatch examples/qwen2_5/luspo-qwen2_5_7b-1n8g.sbatch
-#   ENGINE=vllm MODEL=/models/Qwen2.5-7B DATA=/data RUN_DIR=/scratch/run sbatch examples/qwen2_5/luspo-qwen2_5_7b-1n8g.sbatch
+#   ENGINE=vllm MODEL=/models/Qwen2.5-7B DATA=/data RUN_DIR=/scratch/run sbatch ...
 #   any flag of `luspo train` at the end wins, e.g. --run.steps 10
 #
 # The same command goes on where the run stopped. `luspo plan` looks at the whole first and stops what cannot fit.
+# LUSPO_DRY_RUN=1: everything but the model. Paths are seen from the repository's folder.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+command -v luspo >/dev/null || export PATH="$PWD/.venv/bin:$PATH"
 
 NAME=luspo-qwen2_5_7b-1n8g
 RECIPE="${RECIPE:-examples/qwen2_5/$NAME.yaml}"
 MODEL="${MODEL:-models/Qwen2.5-7B}"
 DATA="${DATA:-data}"
-RUN_DIR="${RUN_DIR:-runs/$(basename "$RECIPE" .yaml)}"
+RUN_DIR="${RUN_DIR:-runs/$NAME}"
 ENGINE="${ENGINE:-sglang}" ENGINE_TP="${ENGINE_TP:-2}" ENGINE_MEMORY="${ENGINE_MEMORY:-0.7}"
 GPU_MEMORY="${GPU_MEMORY:-80}"
 

@@ -36,7 +36,9 @@ def machine_lines(config: Config | None) -> Iterator[Line]:
     yield from guarded("shared memory", shared_memory)
     yield from guarded("disk", lambda: disk(Path(config.run.dir if config else ".")))
     yield from guarded("slurm", slurm)
-    if config is not None and config.rollout.engine in ("vllm", "sglang") and not config.rollout.urls:
+    if config is None:
+        yield from guarded("engine", engines_here)
+    elif config.rollout.engine in ("vllm", "sglang") and not config.rollout.urls:
         yield from guarded("engine", lambda: engine(config.rollout.engine, config.rollout.engine_python))
 
 
@@ -64,6 +66,10 @@ def torch_and_cuda() -> Iterator[Line]:
     yield ok("torch", version) if _numbers(version) >= (2, 9) else error("torch", version, "take torch 2.9 or newer")
     import torch
 
+    if torch.version.cuda is None:
+        yield ok("nccl", "not in this build of torch, which is for the CPU")
+    else:
+        yield ok("nccl", ".".join(map(str, torch.cuda.nccl.version())))  # type: ignore[no-untyped-call]
     if not torch.cuda.is_available():
         built = torch.version.cuda
         yield warning("cuda", f"no GPU is usable (torch is built for {built or 'the CPU'})",
@@ -72,8 +78,6 @@ def torch_and_cuda() -> Iterator[Line]:
     names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
     memory = torch.cuda.get_device_properties(0).total_memory / GIB
     yield ok("cuda", f"{torch.version.cuda}, {torch.cuda.device_count()} x {', '.join(names)}, {memory:.0f} GiB")
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    yield ok("nccl", nccl)
 
 
 def megatron(version: str | None | Callable[[], str | None] = lambda: version_of("megatron-core")) -> Iterator[Line]:
@@ -149,13 +153,25 @@ def slurm(which: Callable[[str], str | None] = shutil.which) -> Iterator[Line]:
     elif missing:
         yield error("slurm", f"{', '.join(missing)} not found", "install the rest of Slurm's client")
     else:
-        done = subprocess.run(["sinfo", "--noheader", "--format=%D nodes %P"], capture_output=True, text=True,
-                              timeout=20, check=False)
+        try:
+            done = subprocess.run(["sinfo", "--noheader", "--format=%D nodes %P"], capture_output=True, text=True,
+                                  timeout=20, check=False)
+        except subprocess.TimeoutExpired:
+            yield warning("slurm", "the controller does not answer within 20 s", "check SLURM_CONF")
+            return
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no reason given"])[0][:120]
             yield warning("slurm", f"the controller does not answer ({said})", "check SLURM_CONF")
         else:
             yield ok("slurm", ", ".join(done.stdout.split("\n")).strip(", ") or "no partitions")
+
+
+def engines_here(version: Callable[[str], str | None] = version_of) -> Iterator[Line]:
+    """Engines beside the trainer's packages. They usually have an environment of their own."""
+    found = {kind: version(kind) or version(f"{kind}-cpu") for kind in ("vllm", "sglang")}
+    text = ", ".join(f"{kind} {number or 'not installed'}" for kind, number in found.items())
+    yield ok("engine", f"{text} in this environment; one of its own (rollout.engine_python) is looked at with a "
+             "configuration that names it")
 
 
 def engine(kind: str, interpreter: str) -> Iterator[Line]:

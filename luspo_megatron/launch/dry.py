@@ -18,13 +18,21 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from luspo_megatron.config import Config
+import yaml
+
+from luspo_megatron.config import Config, SftConfig
 from luspo_megatron.config_checks import model_facts, resolve_layout
 from luspo_megatron.config_io import load_config
-from luspo_megatron.errors import RunError
+from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.parallel import ParallelLayout
 
+VARIABLE = "LUSPO_DRY_RUN"
 SECONDS = 120.0  # within which all ranks must have reported
+
+
+def wanted() -> bool:
+    """Whether the ranks are only to find each other: everything but the model."""
+    return os.environ.get(VARIABLE) == "1"
 
 
 def main(argv: list[str]) -> int:
@@ -38,7 +46,8 @@ def main(argv: list[str]) -> int:
     if rank:
         _report(address, me, deadline)
         return 0
-    config = load_config(Config, argv)
+    cold_start = "batch_size" in yaml.safe_load(Path(argv[-1]).read_text())
+    config: Config | SftConfig = load_config(SftConfig, argv) if cold_start else load_config(Config, argv)
     layout = resolve_layout(config.parallel, model_facts(config.model))
     if world != layout.world_size:
         raise RunError(f"{world} processes were started for a layout of {layout.world_size}")
@@ -96,6 +105,6 @@ def _table(found: list[dict[str, Any]], layout: ParallelLayout) -> list[str]:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except RunError as error:
+    except (RunError, UserError) as error:
         print(f"luspo: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -12,8 +12,9 @@ trainers and one for the engine supervisors, copies what rank 0 says to the job'
 
 Preemption reaches the ranks only, not the batch script: a rank that stops because it was asked to leaves a mark
 (launch/stop.py), by which the driver knows it from the end of the run. Logs are <run_dir>/logs/rank-N.log, from the
-second start (a requeue is one) rank-N.K.log. Engine supervisors (`luspo engines`) are one task per engine node; they
-and the run find each other through the registry folder <run_dir>/engines. With LUSPO_DRY_RUN=1 the ranks find each
+second start (a requeue is one) rank-N.K.log. Engine supervisors (`luspo engines`) are one task per engine node; where
+engines share the trainers' GPUs on several nodes, one per trainer node, beside its ranks (srun --overlap). They and the
+run find each other through the registry folder <run_dir>/engines. With LUSPO_DRY_RUN=1 the ranks find each
 other and end (launch/dry.py). Left out: choosing partitions and accounts, which are the site's; array jobs and chains
 need nothing from here.
 """
@@ -29,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -37,17 +38,19 @@ from typing import IO, Any
 from luspo_megatron.config import LaunchConfig
 from luspo_megatron.config_io import save_config
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.launch import allocation
+from luspo_megatron.launch import allocation, dry
 from luspo_megatron.launch.local import free_port, log_path, tail
 from luspo_megatron.launch.rank import LOG
 from luspo_megatron.launch.stop import MARK
 
 POLL = 0.2  # seconds
-DRY = "LUSPO_DRY_RUN"
 AFTER_FAILURE = 20.0  # seconds that srun gets to end the other ranks
 REQUEUE_WAIT = 120.0  # seconds within which Slurm ends a job that it has taken back
 DRY_SUPERVISOR = ["sh", "-c", 'echo "dry run: engines on $SLURMD_NODENAME, GPUs $CUDA_VISIBLE_DEVICES"']
 EXIT_CANCELLED = 128 + signal.SIGTERM
+# srun's options by environment, which would show a task one GPU only. Not --gpu-bind=none: with it Slurm 22.05 sets
+# CUDA_VISIBLE_DEVICES to nothing.
+GPU_BINDING = ("SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
 # srun: error: n3: task 5: Exited with exit code 1      srun: error: n1: tasks 0-1,3: Killed
 FAILED_TASK = re.compile(rb"srun: error: (\S+): tasks? (\d+)[\d,-]*: (.*)")
 
@@ -61,11 +64,6 @@ def wanted(settings: LaunchConfig, environ: Mapping[str, str] | None = None) -> 
     return settings.launcher == "slurm" or (settings.launcher == "auto" and inside)
 
 
-def is_dry() -> bool:
-    """Whether the ranks are only to find each other: everything but the model."""
-    return os.environ.get(DRY) == "1"
-
-
 def launch(module: str, config: Any, world_size: int, run_dir: str, settings: LaunchConfig) -> int:
     """Run ``python -m module --config FILE`` as ``world_size`` ranks of this allocation; returns the exit code."""
     nodes = allocation.expand_nodes(os.environ.get("SLURM_JOB_NODELIST", os.environ.get("SLURM_NODELIST", "")))
@@ -74,13 +72,29 @@ def launch(module: str, config: Any, world_size: int, run_dir: str, settings: La
     folder.mkdir(parents=True, exist_ok=True)
     start = start_number(folder, world_size)
     path = folder / (f"config.{start}.yaml" if start else "config.yaml")
+    hosts = engine_hosts(config, split)
+    registry = str(folder.parent / "engines")
+    if hosts:
+        registry = config.rollout.registry or registry
+        config = replace(config, rollout=replace(config.rollout, registry=registry))
     save_config(config, path)
-    if is_dry():
-        module = "luspo_megatron.launch.dry"
-    supervisor = [sys.executable, "-m", "luspo_megatron", "engines", "--config", str(path), "--registry",
-                  str(folder.parent / "engines")]
-    job = Job(split, folder, start, settings, DRY_SUPERVISOR if is_dry() else supervisor)
+    supervisor = [sys.executable, "-m", "luspo_megatron", "engines", "--config", str(path), "--registry", registry]
+    job = Job(split, folder, start, settings, hosts, DRY_SUPERVISOR if dry.wanted() else supervisor)
     return job.run([sys.executable, "-m", "luspo_megatron.launch.rank", module, "--config", str(path)], world_size)
+
+
+def engine_hosts(config: Any, split: allocation.Split) -> tuple[str, ...]:
+    """The nodes that need a supervisor. None where the run starts its engines beside rank 0, or has them from outside.
+
+    Colocated engines spread over the trainers' nodes; those of a run on one node are that node's.
+    """
+    rollout = getattr(config, "rollout", None)
+    if rollout is None or rollout.urls:
+        return ()
+    if split.engines:
+        return split.engines
+    spread = len(split.trainers) > 1 and rollout.num_engines > 1 and not rollout.registry
+    return split.trainers[:rollout.num_engines] if spread else ()
 
 
 def start_number(folder: Path, world_size: int) -> int:
@@ -94,14 +108,14 @@ def start_number(folder: Path, world_size: int) -> int:
 def srun_command(nodes: Sequence[str], tasks: int, command: Sequence[str], *, one_for_all: bool = True) -> list[str]:
     """srun of ``command`` on these nodes of the allocation, ``tasks`` over them in blocks.
 
-    Each task sees all GPUs of its node (a rank takes the one of its number), and steps may share CPUs and GPUs, because
-    colocated engines use the trainers'. ``one_for_all``: one task that fails ends the step; else not even a lost node
-    does.
+    Each task sees all GPUs of its node (a rank takes the one of its number; `_start` takes a site's bindings away), and
+    steps may share CPUs and GPUs, because colocated engines use the trainers'. ``one_for_all``: one task that fails
+    ends the step; else not even a lost node does.
     """
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     return ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--ntasks={tasks}",
-            f"--ntasks-per-node={tasks // len(nodes)}", "--distribution=block", "--overlap", "--gpu-bind=none",
-            "--mpi=none", "--input=none", f"--chdir={os.getcwd()}", *([f"--cpus-per-task={cpus}"] if cpus else []),
+            f"--ntasks-per-node={tasks // len(nodes)}", "--distribution=block", "--overlap", "--mpi=none",
+            "--input=none", f"--chdir={os.getcwd()}", *([f"--cpus-per-task={cpus}"] if cpus else []),
             *(["--kill-on-bad-exit=1"] if one_for_all else ["--kill-on-bad-exit=0", "--no-kill"]), *command]
 
 
@@ -113,6 +127,7 @@ class Job:
     folder: Path
     start: int
     settings: LaunchConfig
+    hosts: Sequence[str] = ()  # of the engines
     supervisor: Sequence[str] = ()
     reasons: list[int] = field(default_factory=list)  # signals that have come
     failed: list[tuple[str, int, str]] = field(default_factory=list)  # node, rank, how
@@ -133,7 +148,7 @@ class Job:
             readers = [_copy(trainers.stdout, [sys.stdout.buffer, log], None),
                        _copy(trainers.stderr, [sys.stderr.buffer, log], self._notice)]
             code = self._watch(trainers, supervisors)
-            if supervisors is not None and is_dry():
+            if supervisors is not None and dry.wanted():
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     supervisors.wait(60.0)
             for reader in readers:
@@ -145,8 +160,8 @@ class Job:
 
     def _start_supervisors(self, env: Mapping[str, str],
                            stack: contextlib.ExitStack) -> subprocess.Popen[bytes] | None:
-        """One per engine node; their output goes to logs/engines.log, from the second start engines.K.log."""
-        nodes = self.split.engines
+        """One per node with engines; their output goes to logs/engines.log, from the second start engines.K.log."""
+        nodes = self.hosts
         if not nodes:
             return None
         path = self._engine_log()
@@ -155,7 +170,7 @@ class Job:
                       {name: value for name, value in env.items() if name not in (MARK, LOG)})
         stack.callback(_end, step)
         for source in (step.stdout, step.stderr):
-            _copy(source, [log, sys.stdout.buffer] if is_dry() else [log], None)
+            _copy(source, [log, sys.stdout.buffer] if dry.wanted() else [log], None)
         self._say(f"engines on {', '.join(nodes)}; log {path}")
         return step
 
@@ -178,7 +193,7 @@ class Job:
         passed_on = False
         give_up = float("inf")
         while (code := trainers.poll()) is None:
-            if supervisors is not None and not is_dry() and supervisors.poll() is not None:
+            if supervisors is not None and not dry.wanted() and supervisors.poll() is not None:
                 if supervisors.returncode == UserError.exit_code:
                     self._say("the engine supervisors refuse to start; the end of their log:")
                     print(tail(str(self._engine_log())), file=sys.stderr, flush=True)
@@ -207,7 +222,7 @@ class Job:
         if cancelled:
             self._say("cancelled" + (": saved; submit again to go on" if stopped else ""))
             return EXIT_CANCELLED
-        if self.reasons or stopped:
+        if stopped or (self.reasons and code):
             if not stopped:
                 self._say("the ranks did not save; the job goes on from the last checkpoint")
             return self._requeue()
@@ -263,7 +278,8 @@ class Job:
 def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     try:
         # a group of its own: what is sent to the batch script's group is passed on deliberately, once
-        return subprocess.Popen(list(command), env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        kept = {name: value for name, value in env.items() if name not in GPU_BINDING}
+        return subprocess.Popen(list(command), env=kept, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, process_group=0)
     except OSError as error:
         raise UserError(f"srun cannot be started ({error}); is Slurm's client installed on this node?") from error

@@ -32,8 +32,8 @@ def requested() -> bool:
 
 
 def mark() -> None:
-    """Leave word for the Slurm driver that this rank has stopped in good order because it was asked to."""
-    if _requested and MARK in os.environ:
+    """Leave word for the Slurm driver that the run has stopped as it was asked to: in good order and before its end."""
+    if MARK in os.environ:
         Path(os.environ[MARK]).touch()
 
 

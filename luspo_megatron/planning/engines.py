@@ -16,6 +16,7 @@ from luspo_megatron.errors import UserError
 from luspo_megatron.planning.memory import ITEM
 from luspo_megatron.planning.sizes import whole_model
 from luspo_megatron.rollout.engine_layout import EngineLayout, engine_layout
+from luspo_megatron.rollout.supervisor import share_of
 from luspo_megatron.weights.table import WeightTable
 
 MEMORY_SHARE = {"vllm": ("--gpu-memory-utilization", 0.9), "sglang": ("--mem-fraction-static", 0.85)}
@@ -82,15 +83,18 @@ class Place:
     ranks: tuple[int, int] | None
 
 
-def places(engine: EngineMemory, trainer_nodes: int, gpus_per_node: int) -> list[Place]:
-    """The map rank - GPU - engine worker: engines fill nodes in order, the trainers' or the last ones."""
+def places(engine: EngineMemory, trainer_nodes: int, engine_nodes: int, gpus_per_node: int) -> list[Place]:
+    """The map rank - GPU - engine worker, as `luspo engines` spreads engines over the trainers' or the last nodes."""
+    nodes = trainer_nodes if engine.colocated else engine_nodes
+    if engine.layout.nodes > 1 or engine.layout.workers > gpus_per_node:
+        raise UserError(f"rollout.engine_args: an engine of {engine.layout.workers} GPUs does not fit a node of "
+                        f"{gpus_per_node}, and engines over several nodes are not supervised; lower its parallel sizes")
     out = []
-    for index in range(engine.engines):
-        first = index * engine.layout.workers
-        node, gpu = divmod(first, gpus_per_node)
-        last = gpu + min(engine.layout.workers, gpus_per_node) - 1
-        ranks = (first, first + engine.layout.workers - 1) if engine.colocated else None
-        out.append(Place(index, node if engine.colocated else trainer_nodes + node, (gpu, last), ranks))
+    for node in range(min(nodes, engine.engines)):
+        for place, index in enumerate(share_of(engine.engines, node, min(nodes, engine.engines))):
+            gpus = (place * engine.layout.workers, (place + 1) * engine.layout.workers - 1)
+            ranks = (node * gpus_per_node + gpus[0], node * gpus_per_node + gpus[1]) if engine.colocated else None
+            out.append(Place(index, node if engine.colocated else trainer_nodes + node, gpus, ranks))
     return out
 
 

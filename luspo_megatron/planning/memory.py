@@ -10,6 +10,7 @@ States, exact:
     gradients    4 N                              fp32 buffers
     optimizer    8 S float32, 12 S bfloat16       two Adam moments, and the fp32 master copy where p = 2
     offloaded    0 on the GPU; on the host 12 S and 4 S of pinned gradients
+    lent         while colocated engines generate, parameters and optimizer lie in pinned host memory
 Activations of one layer, kept for the backward, local layer spec (`unfused`) | Transformer Engine (`fused`):
     norms        2 t h (4 + 2p)                   | 2 t h 2p              input (fp32), normed, output
     attention    p T ((q + 2k) + (q + k) + 5q)    | p T ((q + k) + (2q + 2k))

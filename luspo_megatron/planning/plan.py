@@ -167,7 +167,9 @@ def _details(config: Config, machine: Machine, table: WeightTable, nodes: int, g
     engine = engine_memory(config, table, machine.gpu_memory, engine_gpus)
     moments = _moments(config, machine, layout, trainers, engine, largest)
     parameters, tensors = whole_model(table)
-    host = min(gpus, layout.world_size) * max(m.host for m in trainers)
+    # a trainer that lends its GPU to engines keeps parameters and optimizer in pinned host memory meanwhile
+    lent = max(m.parameters + m.optimizer for m in trainers) if engine is not None and engine.colocated else 0
+    host = min(gpus, layout.world_size) * (max(m.host for m in trainers) + lent)
     return {
         "model": {"architecture": table.arch.family, "parameters": parameters, "tensors": tensors,
                   "active_parameters": work.active_parameters(table)},
@@ -176,7 +178,8 @@ def _details(config: Config, machine: Machine, table: WeightTable, nodes: int, g
         "grid": rank_grid(layout, gpus), "batch": asdict(batches) | {"percentiles": points, "prompt_tokens": prompt},
         "stages": [_stage(stage, memory) for stage, memory in zip(sizes, trainers, strict=True)],
         "engine": None if engine is None else asdict(engine),
-        "places": [asdict(place) for place in places(engine, nodes, gpus)] if engine else [], "moments": moments,
+        "places": [asdict(place) for place in
+                   places(engine, nodes, config.launch.engine_nodes, gpus)] if engine else [], "moments": moments,
         "gpu_memory": machine.gpu_memory, "margin": MARGIN, "host_per_node": host, "host_memory": machine.host_memory,
         "fits": all(m["fits"] for m in moments) and host <= machine.host_memory and (
             engine is None or engine.cache_tokens >= prompt + config.rollout.max_response_tokens),

@@ -153,13 +153,15 @@ class ControllerClient:
             self._stale = self._stale or stale
             self._news.notify_all()
 
-    def wait(self, handle: Handle) -> bool:
-        """Until the call is done (True), or an engine that was started again needs the current weights (False): push
-        them once more, with ``push_version`` unchanged, and wait again."""
+    def wait(self, handle: Handle, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Until the call is done, or ``unless`` is true while it is not (both True); or until an engine that was
+        started again needs the current weights (False): push them once more, with ``push_version`` unchanged, and wait
+        again. ``unless`` is asked every tenth of a second: a signal handler's flag wakes nobody."""
         while True:
             with self._news:
-                self._news.wait_for(lambda: handle.done() or self._stale)
-                if handle.done():
+                while not (handle.done() or self._stale or unless()):
+                    self._news.wait(0.1)
+                if handle.done() or not self._stale:
                     return True
                 self._stale = False
             if self.weights_status().num_workers:

@@ -41,6 +41,15 @@ def routing_of(model: str) -> tuple[int, int] | None:
     return (int(config["num_hidden_layers"]), int(topk)) if topk else None
 
 
+def registry_of(config: Config, run_dir: Path) -> Path | None:
+    """Where supervisors make engines known; None: the run starts its engines itself, or was given URLs."""
+    if config.rollout.urls:
+        return None
+    if config.rollout.registry:
+        return Path(config.rollout.registry)
+    return run_dir / "engines" if config.launch.engine_nodes else None
+
+
 def quiet(phase: str, done: int, total: int) -> None:
     """No progress is wanted."""
 
@@ -70,7 +79,8 @@ class Controller:
         rewards = RewardPool(config.reward)
         fleet = Fleet(config.rollout, kind, model=config.model.hf, dtype=config.model.dtype, folder=run_dir / "logs",
                       verify=config.weight_sync.verify == "full", routing=routing_of(config.model.hf),
-                      max_length=config.data.max_prompt_tokens + config.rollout.max_response_tokens)
+                      max_length=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+                      registry=registry_of(config, run_dir))
         try:
             await asyncio.gather(asyncio.to_thread(rewards.start), fleet.start())
         except BaseException:

@@ -91,7 +91,8 @@ class RolloutEngine(Protocol):
 class EngineStart:
     """What a kind's start command is built from. ``verify``: read loaded weights back after a push; ``args``: flags of
     the engine itself, which win over ours; ``python``: the interpreter of the engine's environment; ``max_length``:
-    tokens of the longest prompt and response together, 0: the engine's own limit."""
+    tokens of the longest prompt and response together, 0: the engine's own limit; ``host``: address to listen on
+    and to be reached at, empty: loopback."""
 
     model: str
     dtype: str
@@ -106,6 +107,7 @@ class EngineStart:
     top_p: float = 1.0
     routed_experts: bool = False
     on_cpu: bool = True
+    host: str = ""
 
 
 @dataclass(frozen=True)

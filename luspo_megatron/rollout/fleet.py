@@ -33,6 +33,7 @@ class Fleet(EngineKeeper):
         self.weight_version = 0
         self.generation = -1
         self.on_stale = on_stale
+        self._short_since: float | None = None  # since when fewer than min_engines are healthy
 
     # ---- generating ------------------------------------------------------------------------------------------
 
@@ -53,6 +54,10 @@ class Fleet(EngineKeeper):
 
     async def _set_ready(self, slot: Slot, ready: bool) -> None:
         await super()._set_ready(slot, ready)
+        if sum(slot.ready for slot in self.slots) >= self.config.min_engines:
+            self._short_since = None
+        elif self._short_since is None:
+            self._short_since = time.monotonic()
         if self.stale and self.on_stale is not None:
             self.on_stale()
 
@@ -95,14 +100,15 @@ class Fleet(EngineKeeper):
     async def _acquire(self, avoid: Slot | None) -> Slot:
         """The least loaded serving engine with room; ``avoid`` only when it is the only one serving."""
         alone_since = time.monotonic()
+        patience = self.config.restart_timeout or 2 * self.config.start_timeout
         async with self._changed:
             while True:
                 serving = self._serving()
                 if serving:
                     alone_since = time.monotonic()
-                patience = 2 * self.config.start_timeout  # to start an engine and to give it the weights
                 if not serving and (not self._hope() or time.monotonic() - alone_since > patience):
                     raise RunError(f"no engine is left that serves weight version {self.weight_version}{self._logs()}")
+                self._require_enough(patience)
                 candidates = [slot for slot in serving if slot is not avoid] or serving
                 free = [slot for slot in candidates if slot.in_flight < slot.max_requests]
                 if free:
@@ -113,6 +119,15 @@ class Fleet(EngineKeeper):
                     await asyncio.wait_for(self._changed.wait(), 10.0)
                 except TimeoutError:
                     continue  # look at the clock
+
+    def _require_enough(self, patience: float) -> None:
+        """RunError when too few engines are healthy for too long, or cannot be any more."""
+        least = self.config.min_engines
+        if len(self.slots) - sum(bool(slot.lost) for slot in self.slots) < least:
+            raise RunError(f"fewer than rollout.min_engines={least} engines are left{self._logs()}")
+        if self._short_since is not None and time.monotonic() - self._short_since > patience:
+            raise RunError(f"fewer than rollout.min_engines={least} engines have been healthy for {patience:.0f} s "
+                           f"(rollout.restart_timeout){self._logs()}")
 
     async def _release(self, slot: Slot) -> None:
         async with self._changed:

@@ -53,7 +53,8 @@ class HfClient(HttpEngine):
 def _command(start: EngineStart) -> list[str]:
     return [sys.executable, "-m", "luspo_megatron.rollout.hf_server", "--owned", "--model", start.model,
             "--dtype", start.dtype, "--threads", str(start.threads), "--max-batch", str(start.max_batch),
-            "--port-file", start.port_file, *([] if start.verify else ["--no-verify"])]
+            "--port-file", start.port_file, *([] if start.verify else ["--no-verify"]),
+            *(["--host", start.host] if start.host else [])]
 
 
 HF_KIND = EngineKind("hf", HfClient, _command)

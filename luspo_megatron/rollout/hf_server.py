@@ -244,12 +244,12 @@ def make_app(engine: HfEngine, token: str) -> web.Application:
     return app
 
 
-async def serve(engine: HfEngine, port: int, port_file: Path, token: str, owned: bool) -> None:
-    """Listen on loopback until SIGTERM (or the owner's end); the URL appears in ``port_file`` in one piece."""
+async def serve(engine: HfEngine, host: str, port: int, port_file: Path, token: str, owned: bool) -> None:
+    """Listen until SIGTERM (or the owner's end); the URL appears in ``port_file`` in one piece."""
     runner = web.AppRunner(make_app(engine, token), access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port, reuse_address=True).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await web.TCPSite(runner, host, port, reuse_address=True).start()
+    url = f"http://{host}:{runner.addresses[0][1]}"
     partial = port_file.with_suffix(".tmp")
     partial.write_text(url)
     partial.replace(port_file)
@@ -266,6 +266,7 @@ async def serve(engine: HfEngine, port: int, port_file: Path, token: str, owned:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Embedded Hugging Face rollout engine (tiny models).")
     parser.add_argument("--model", required=True, help="Hugging Face folder")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--port-file", type=Path, required=True, help="where the URL is written once it listens")
     parser.add_argument("--name", default="hf")
@@ -290,8 +291,8 @@ def main(argv: list[str] | None = None) -> int:
 
     async def run() -> None:
         engine = HfEngine(model, name=args.name, max_batch=args.max_batch, verify=not args.no_verify)
-        await serve(engine, args.port, args.port_file, args.token or os.environ.get("LUSPO_ENGINE_TOKEN", ""),
-                    args.owned)
+        token = args.token or os.environ.get("LUSPO_ENGINE_TOKEN", "")
+        await serve(engine, args.host, args.port, args.port_file, token, args.owned)
 
     try:
         model = build_model(args.model, args.dtype, threads=args.threads, device=args.device,

@@ -1,8 +1,10 @@
 """Keeps the engines of a run alive: starts them, notices when one dies or no longer answers, starts it again.
 
 An engine is dead when its process ends, and also when it stays without an answer to health checks: then it is ended
-first. Restarts are bounded. Only processes started here are ended, and they end with us. External engines
-(rollout.urls) are used, never started or stopped. What engines are given to do is the fleet's business (fleet.py).
+first. Restarts are bounded. Only processes started here are ended, and they end with us. Engines of supervisors
+(`luspo engines`, found through a registry) are watched alike, but it is their supervisor that ends and starts them.
+External engines (rollout.urls) are used, never started or stopped. What engines are given to do is the fleet's business
+(fleet.py).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from typing import Any
 from luspo_megatron.config import RolloutConfig
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.rollout.engine import EngineFailure, EngineKind, RolloutEngine
-from luspo_megatron.rollout.processes import OwnProcess
+from luspo_megatron.rollout.processes import EngineProcess
+from luspo_megatron.rollout.registry import FleetRegistry, RemoteProcess
 from luspo_megatron.rollout.starter import POLL_SECONDS, TOKEN_VARIABLE, Starter, check_start
 
 log = logging.getLogger(__name__)
@@ -39,7 +42,8 @@ class Slot:
 
     index: int
     client: RolloutEngine | None = None
-    process: OwnProcess | None = None
+    process: EngineProcess | None = None
+    url: str = ""
     ready: bool = False
     weight_version: int = 0
     connected: int = -1
@@ -62,15 +66,19 @@ class Slot:
 class EngineKeeper:
     """``model``: Hugging Face folder; ``folder``: where the logs go; ``verify``: engines read weights back;
     ``max_length``: tokens of prompt and response together; ``routing``: (layers, topk) of the model, for the routed
-    experts."""
+    experts; ``registry``: folder where supervisors make their engines known, None: engines are started here;
+    ``first``: number of the first engine here; ``host``: address that engines started here listen on."""
 
     def __init__(self, config: RolloutConfig, kind: EngineKind, *, model: str, dtype: str, folder: Path,
-                 verify: bool = True, max_length: int = 0, routing: tuple[int, int] | None = None) -> None:
+                 verify: bool = True, max_length: int = 0, routing: tuple[int, int] | None = None,
+                 registry: Path | None = None, first: int = 0, host: str = "") -> None:
         self.config, self.kind = config, kind
+        self._first = first
+        self._registry = FleetRegistry(registry) if registry is not None else None
         self.counts: Counter[str] = Counter()  # retries, restarts
-        self.slots = [Slot(index) for index in range(len(config.urls) or config.num_engines)]
+        self.slots = [Slot(first + index) for index in range(len(config.urls) or config.num_engines)]
         self._token = os.environ.get(TOKEN_VARIABLE, "") if config.urls else secrets.token_urlsafe(24)
-        self._starter = Starter(config, kind, model, dtype, folder, self._token, verify, max_length)
+        self._starter = Starter(config, kind, model, dtype, folder, self._token, verify, max_length, host)
         self._options: dict[str, Any] = {"in_flight": True} if config.in_flight_updates else {}
         if config.routed_experts and routing is not None:
             self._options["routing"] = routing
@@ -81,6 +89,8 @@ class EngineKeeper:
     async def start(self) -> None:
         """Start every engine and wait until all are healthy. Raises RunError with an engine's last log lines."""
         try:
+            if self._registry is not None:
+                await self._registry.start()
             await asyncio.gather(*(self._bring_up(slot) for slot in self.slots))
         except BaseException:
             await self.close()
@@ -91,12 +101,18 @@ class EngineKeeper:
     async def _bring_up(self, slot: Slot) -> None:
         deadline = time.monotonic() + self.config.start_timeout
 
-        def started(process: OwnProcess) -> None:
+        def started(process: EngineProcess) -> None:
             slot.process = process
 
-        url = self.config.urls[slot.index] if self.config.urls else \
-            await self._starter.launch(slot.name, slot.index, deadline, started)
-        slot.client = self.kind.connect(url, self._token, self.config.request_timeout, **self._options)
+        token = self._token
+        if self.config.urls:
+            slot.url = self.config.urls[slot.index]
+        elif self._registry is not None:
+            before = slot.process.start if isinstance(slot.process, RemoteProcess) else ""
+            slot.url, token = await self._registry.launch(slot.name, slot.index, deadline, before, started)
+        else:
+            slot.url = await self._starter.launch(slot.name, slot.index - self._first, deadline, started)
+        slot.client = self.kind.connect(slot.url, token, self.config.request_timeout, **self._options)
         while True:
             try:
                 info = await slot.client.health()
@@ -105,13 +121,19 @@ class EngineKeeper:
                 check_start(self.config, slot.name, slot.process, deadline, str(error))
                 await asyncio.sleep(POLL_SECONDS)
         if self.config.urls and info.weight_version:
-            raise UserError(f"the engine at {url} holds pushed weights (version {info.weight_version}) of another run; "
-                            "restart it")
+            raise UserError(f"the engine at {slot.url} holds pushed weights (version {info.weight_version}) of another "
+                            "run; restart it")
+        if self._registry is not None and info.weight_version and slot.process is not None:
+            log.info("%s holds weights of another run (version %d): it is started again", slot.name,
+                     info.weight_version)
+            slot.process.stop()
+            await slot.client.close()
+            return await self._bring_up(slot)
         slot.weight_version, slot.max_requests = info.weight_version, max(1, info.max_requests)
         slot.num_workers, slot.connected = info.num_workers, -1
         slot.failures, slot.silences, slot.suspect, slot.busy = 0, 0, False, False
         await self._set_ready(slot, True)
-        log.info("%s serves at %s", slot.name, url)
+        log.info("%s serves at %s", slot.name, slot.url)
 
     async def _set_ready(self, slot: Slot, ready: bool) -> None:
         async with self._changed:
@@ -187,6 +209,8 @@ class EngineKeeper:
     async def close(self) -> None:
         """End the engines that were started here. Can be called twice."""
         self._closing = True
+        if self._registry is not None:
+            await self._registry.close()
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)

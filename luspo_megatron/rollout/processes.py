@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 
 def next_log_path(folder: Path, stem: str) -> Path:
@@ -34,6 +35,20 @@ def tail(path: Path, lines: int = 15) -> str:
     except OSError as error:
         return f"(no log: {error})"
     return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
+
+
+class EngineProcess(Protocol):
+    """A running engine as its keeper sees it, wherever it runs. ``returncode`` is None while it runs."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def describe_end(self) -> str: ...
+
+    def stop(self) -> None: ...
 
 
 class OwnProcess:

@@ -21,7 +21,7 @@ from luspo_megatron.config import RolloutConfig
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.rollout.engine import EngineKind, EngineStart
 from luspo_megatron.rollout.engine_layout import EngineLayout, engine_layout
-from luspo_megatron.rollout.processes import OwnProcess, next_log_path
+from luspo_megatron.rollout.processes import EngineProcess, OwnProcess, next_log_path
 
 POLL_SECONDS = 0.2
 TOKEN_VARIABLE = "LUSPO_ENGINE_TOKEN"
@@ -54,7 +54,7 @@ def gpus_of(index: int, config: RolloutConfig, layout: EngineLayout) -> str | No
 @dataclass(frozen=True)
 class Starter:
     """``model``: Hugging Face folder; ``folder``: where the logs go; ``verify``: engines read weights back;
-    ``max_length``: tokens of prompt and response together."""
+    ``max_length``: tokens of prompt and response together; ``host``: address to listen on, empty: loopback."""
 
     config: RolloutConfig
     kind: EngineKind
@@ -64,13 +64,15 @@ class Starter:
     token: str
     verify: bool = True
     max_length: int = 0
+    host: str = ""
 
     def command(self, port_file: str) -> list[str]:
         config = self.config
         return self.kind.command(EngineStart(
             self.model, self.dtype, config.threads, config.batch_size, port_file, self.verify,
             args=tuple(engine_flags(config)), python=config.engine_python or sys.executable, max_length=self.max_length,
-            temperature=config.temperature, top_p=config.top_p, routed_experts=config.routed_experts, on_cpu=on_cpu()))
+            temperature=config.temperature, top_p=config.top_p, routed_experts=config.routed_experts, on_cpu=on_cpu(),
+            host=self.host))
 
     def environment(self, index: int) -> dict[str, str]:
         env = {TOKEN_VARIABLE: self.token, "OMP_NUM_THREADS": str(self.config.threads)}
@@ -95,7 +97,7 @@ class Starter:
             return port_file.read_text().strip()
 
 
-def check_start(config: RolloutConfig, name: str, process: OwnProcess | None, deadline: float, last: str) -> None:
+def check_start(config: RolloutConfig, name: str, process: EngineProcess | None, deadline: float, last: str) -> None:
     """Raise when an engine that is starting has ended or takes too long; ``last``: what is missing still."""
     if process is not None and process.returncode is not None:
         kind = UserError if process.returncode == UserError.exit_code else RunError

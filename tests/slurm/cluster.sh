@@ -8,11 +8,20 @@ set -euo pipefail
 ACTION="$1" BASE="$(realpath -m "$2")" NODES="${3:-16}" GPUS="${4:-8}"
 export SLURM_CONF="$BASE/slurm.conf"
 
+list_processes() { # number and name of each daemon
+    local file pid
+    for file in "$BASE"/run/*.pid "$BASE"/munge/munged.pid; do
+        pid="$(cat "$file" 2>/dev/null || true)"
+        if [ -n "$pid" ] && [ -r "/proc/$pid/comm" ]; then echo "$pid $(cat "/proc/$pid/comm")"; fi
+    done
+}
+
 if [ "$ACTION" = stop ]; then
     scancel -u "$(id -un)" 2>/dev/null || true
     scontrol shutdown 2>/dev/null || true
     for _ in $(seq 50); do ls "$BASE"/run/*.pid >/dev/null 2>&1 || break; sleep 0.1; done
     # what is still there of the processes that we started (a daemon can wait for a step that will not end)
+    list_processes >>"$BASE/processes"
     for signal in TERM KILL; do
         while read -r pid name; do
             if [ "$(cat "/proc/$pid/comm" 2>/dev/null)" = "$name" ]; then kill -s "$signal" "$pid" 2>/dev/null || true; fi
@@ -23,7 +32,8 @@ if [ "$ACTION" = stop ]; then
 fi
 
 mkdir -p "$BASE"/{run,log,state,spool,dev,munge}
-for i in $(seq 0 $((GPUS - 1))); do touch "$BASE/dev/gpu$i"; done
+# a GPU is a device file whose name ends in its number
+for i in $(seq 0 $((GPUS - 1))); do ln -sf /dev/null "$BASE/dev/gpu$i"; done
 
 # munge on a socket and key of its own
 (umask 077 && head -c 128 /dev/urandom >"$BASE/munge/munge.key")
@@ -37,7 +47,7 @@ SlurmctldHost=localhost(127.0.0.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket=$BASE/munge/munge.sock,cred_expire=10
+AuthInfo=socket=$BASE/munge/munge.sock,cred_expire=5
 SchedulerParameters=sched_interval=1,bf_interval=1,bf_resolution=10
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -83,9 +93,7 @@ for _ in $(seq 300); do
     if [ "$(sinfo -h -N -p main -t idle 2>/dev/null | wc -l)" -eq "$NODES" ]; then break; fi
     sleep 0.2
 done
-for file in "$BASE"/run/*.pid "$BASE"/munge/munged.pid; do
-    echo "$(cat "$file") $(cat "/proc/$(cat "$file")/comm")"
-done >"$BASE/processes"
+list_processes >"$BASE/processes"
 if [ "$(sinfo -h -N -p main -t idle | wc -l)" -ne "$NODES" ]; then
     echo "the cluster did not come up: see $BASE/log" >&2
     exit 1

@@ -80,7 +80,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     command = bin_folder / "luspo"
-    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m luspo_megatron.cli "$@"\n')
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m luspo_megatron "$@"\n')
     command.chmod(0o755)
     base = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):

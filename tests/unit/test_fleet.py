@@ -139,7 +139,7 @@ def test_an_engine_that_keeps_dying_is_given_up_with_its_log(
     monkeypatch.setattr(keeper, "MAX_RESTARTS", 1)
 
     async def body(fleet: Fleet) -> None:
-        monkeypatch.setenv("STUB_START_FAIL", "1")
+        monkeypatch.setenv("STUB_START_FAIL", "3")
         process = fleet.slots[0].process
         assert process is not None
         os.kill(process.pid, signal.SIGKILL)
@@ -147,6 +147,32 @@ def test_an_engine_that_keeps_dying_is_given_up_with_its_log(
             await fleet.generate(requests(1)[0])
 
     with_fleet(tmp_path, body, num_engines=1, max_retries=5)
+
+
+@pytest.mark.parametrize(("restarts", "message"), [
+    (0, "fewer than rollout.min_engines=2 engines are left.*engine-0: it was started again 0 times"),
+    (9, "fewer than rollout.min_engines=2 engines have been healthy for 2 s .*restart_timeout"),
+])
+def test_too_few_engines_for_too_long_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int,
+                                                  message: str) -> None:
+    """One engine would go on serving; the person has asked for two."""
+    monkeypatch.setattr(keeper, "MAX_RESTARTS", restarts)
+    monkeypatch.setattr(keeper, "POLL_SECONDS", 0.5)
+
+    async def body(fleet: Fleet) -> None:
+        monkeypatch.setenv("STUB_START_FAIL", "3")
+        process = fleet.slots[0].process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
+        answered = 0
+        with pytest.raises(RunError, match="(?s)" + message):
+            while answered < 400:
+                await fleet.generate(requests(1)[0])
+                answered += 1
+                await asyncio.sleep(0.02)
+        assert answered > 0
+
+    with_fleet(tmp_path, body, min_engines=2, restart_timeout=2.0)
 
 
 def test_failing_requests_are_retried_a_bounded_number_of_times(
@@ -167,7 +193,7 @@ def test_failing_requests_are_retried_a_bounded_number_of_times(
 
 
 def test_an_engine_that_cannot_start_is_an_error_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STUB_START_FAIL", "1")
+    monkeypatch.setenv("STUB_START_FAIL", "3")
 
     async def nothing(fleet: Fleet) -> None:
         raise AssertionError("the fleet started")

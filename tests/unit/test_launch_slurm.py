@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -170,7 +171,7 @@ def test_supervisors_of_engine_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyP
                                      code: int, capfd: pytest.CaptureFixture[str]) -> None:
     prepare(tmp_path, monkeypatch, 'exec "$@"')
     job = slurm.Job(Split(("localhost",), ("e1", "e2"), 1), tmp_path / "logs", 0, LaunchConfig(),
-                    ["sh", "-c", supervisor])
+                    ("e1", "e2"), ["sh", "-c", supervisor])
     began = time.monotonic()
     assert job.run(["sh", "-c", trainer], 1) == code
     assert time.monotonic() - began < 20
@@ -184,8 +185,46 @@ def test_a_finished_run_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert code == 0 and (logs / "rank-0.log").read_text() == "step 1\n"
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_sbatch_scripts_have_one_shape() -> None:
+    """Each has the same end, which finds the script of its name beside it."""
+    scripts = sorted(EXAMPLES.glob("*/*.sbatch"))
+    assert len(scripts) >= 8
+    ends = {script.read_text().split("set -euo pipefail\n")[1] for script in scripts}
+    assert len(ends) == 1
+    for script in scripts:
+        assert script.with_suffix(".sh").is_file()
+        assert "#SBATCH --requeue" in script.read_text() and "#SBATCH --open-mode=append" in script.read_text()
+
+
+@pytest.mark.parametrize("arguments", [[], ["--run.steps", "3"], ["a  b", "*", "$HOME", "%"]])
+def test_a_copy_in_slurms_spool_finds_its_original(tmp_path: Path, arguments: list[str]) -> None:
+    home = tmp_path / "my  project [1]" / "examples"
+    home.mkdir(parents=True)
+    (home / "convert.sh").write_text('printf "%s\\n" "$0" "$@"\n')
+    spool = tmp_path / "slurm_script"
+    shutil.copy(EXAMPLES / "qwen3_moe/convert.sbatch", spool)
+    said = f"   Command={' '.join([str(home / 'convert.sbatch'), *arguments])}\n"
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\ncat <<'END'\nJobId=1\n{said}   WorkDir=/\nJobId=2\n{said}END\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
+    done = subprocess.run(["bash", spool, *arguments], env=env, capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.splitlines() == [str(home / "convert.sh"), *arguments]
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing() -> None:
+    root = EXAMPLES.parent
+    scripts = [*root.glob("examples/*/*.s[hb]*"), *root.glob("tests/slurm/*.s[hb]*"), *root.glob("tools/*.sh"),
+               root / ".ci/run"]
+    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_scripts_are_clean() -> None:
-    scripts = sorted(Path(__file__).parents[2].glob("examples/*/*.s[hb]*"))
+    scripts = sorted(EXAMPLES.glob("*/*.s[hb]*"))
     assert len(scripts) >= 11
     for script in scripts:
         subprocess.run(["bash", "-n", str(script)], check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,31 @@ def test_gsm8k(tmp_path: Path) -> None:
     rows += [{"question": f"q{i}", "answer": f"#### {i}"} for i in range(60)]
     found = prepare(tmp_path, "gsm8k", rows)
     assert found[0] == {"prompt": "How many?" + INSTRUCTION, "answer": "2000"} and len(found) == 61
+
+
+def test_real_gsm8k_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row of the real file is kept, and its answer is the one behind the ####."""
+    path = Path(os.environ.get("GSM8K") or Path(__file__).parents[3] / "shared/data/gsm8k.jsonl")
+    if not path.is_file():
+        pytest.skip(f"no {path}; name a file of GSM8K rows with GSM8K=FILE")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert main(["gsm8k", str(path), "--out", str(tmp_path / "out.jsonl")]) == 0
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert f"{len(rows)} read, {len(rows)} written" in capsys.readouterr().out
+    assert [float(row["answer"]) for row in written] == [
+        float(row["answer"].split("####")[1].replace(",", "")) for row in rows]
+
+
+@pytest.mark.parametrize(("kind", "row"), [
+    ("dapo", {"prompt": "What is it?", "reward_model": {"ground_truth": "\\boxed{"}}),
+    ("math", {"problem": "p", "answer": "\\boxed{"})])
+def test_answers_that_do_not_grade_as_right_are_dropped_and_reported(
+        tmp_path: Path, kind: str, row: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """field case: a reward that is 0 for every answer, the right ones too, and nothing says so."""
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    assert main([kind, str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "out.jsonl")]) == 1
+    said = capsys.readouterr()
+    assert "too many answers do not grade as right" in said.err and "1 not graded as right" in said.out
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,8 @@ class Meeting:
 
 
 def host_meeting(transport: str, generation: int, world_size: int, folder: str, timeout: float) -> Meeting:
-    store, host, port = host_store(timeout=timeout)
+    # engines may be on other nodes: rank 0 is reached where the ranks have reached it
+    store, host, port = host_store(os.environ.get("MASTER_ADDR", "127.0.0.1"), timeout)
     return Meeting(transport, host, port, generation, world_size, folder, timeout, store)
 
 

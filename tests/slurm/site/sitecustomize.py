@@ -1,10 +1,11 @@
 """Loaded by every Python process of a test job (it is on PYTHONPATH): makes things happen at a given moment.
 
-PHASE_SIGNALS names a JSON file, [[step, phase, command], ...]: each command runs once over all starts of the job, on
-rank 0, inside that phase. DIE_AS_RANK: that rank says so and dies when it joins the others. Nothing of the program is
-replaced: the trainer's progress phases are looked at from outside.
+PHASE_SIGNALS names a JSON file, [[step, phase, command], ...]: each command runs once over all starts of the job, in
+that phase: on rank 0, for "reward" in the controller, which then takes its time over the grades. DIE_AS_RANK: that rank
+says so and dies when it joins the others. Nothing of the program is replaced: it is looked at from outside.
 """
 
+import asyncio
 import contextlib
 import importlib.abc
 import importlib.machinery
@@ -43,13 +44,28 @@ def _watch_phases(module):
     module.Desk.phase = watched
 
 
+def _watch_rewards(module):
+    next_batch, grade = module.Controller.next_batch, module.Controller._grade
+
+    async def watched_batch(self, rollout_id, *rest, **named):
+        self.watched_step = rollout_id
+        return await next_batch(self, rollout_id, *rest, **named)
+
+    async def watched_grade(self, pairs):
+        await asyncio.to_thread(_act, getattr(self, "watched_step", 0), "reward")
+        await grade(self, pairs)
+
+    module.Controller.next_batch, module.Controller._grade = watched_batch, watched_grade
+
+
 def _die(module):
     if os.environ.get("SLURM_PROCID") == DOOMED and "SLURM_STEP_ID" in os.environ:
         print("this rank dies now", file=sys.stderr, flush=True)
         os._exit(9)
 
 
-WATCHED = {**({"luspo_megatron.desk": _watch_phases} if PATH else {}),
+WATCHED = {**({"luspo_megatron.desk": _watch_phases, "luspo_megatron.rollout.controller": _watch_rewards}
+              if PATH else {}),
            **({"luspo_megatron.actor.actor": _die} if DOOMED else {})}
 
 
