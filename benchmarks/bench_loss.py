@@ -1,10 +1,10 @@
 """Time and memory of the loss stage against naive log_softmax with autograd and against Liger's LUSPO, on this CPU.
 
 One LUSPO loss and its gradients of hidden and weight (benchmarks/loss_cases.py), float32, each contender in turn,
-round after round in one process. Times are CPU seconds of all threads (`time.process_time`), the median of the rounds. Threads
-that wait for each other sleep (OMP_WAIT_POLICY=passive): by default they spin, which counts as CPU seconds, falls most
-on contenders of many small operations, and grows with the load of the machine; OMP_WAIT_POLICY=active in the
-environment measures that. Peak memory is what is resident above the inputs, gradients included, of one pass in a
+round after round in one process. Times are CPU seconds of all threads (`time.process_time`), the median of the rounds.
+Threads that wait for each other sleep (OMP_WAIT_POLICY=passive): by default they spin, which counts as CPU seconds,
+falls most on contenders of many small operations, and grows with the load of the machine; OMP_WAIT_POLICY=active in
+the environment measures that. Peak memory is what is resident above the inputs, gradients included, of one pass in a
 process of its own. The last line is JSON with every ratio, its target, and where it was measured; the exit status is 1
 when a target is missed.
 

@@ -47,7 +47,8 @@ class TorchRows:
             torch.amax(x, -1, out=peak[block])
             x.sub_(peak[block, None])
             kept = exps is not None and exps.dtype == x.dtype
-            e = torch.exp(x, out=exps[block] if exps is not None and kept else space.take(1, *x.shape, x.dtype))
+            place = exps[block] if exps is not None and kept else space.take(1, x.shape[0], x.shape[1], x.dtype)
+            e = torch.exp(x, out=place)
             if exps is not None and not kept:
                 exps[block].copy_(e)
             torch.sum(e, -1, out=total[block])
@@ -89,6 +90,6 @@ class TorchRows:
         """log p -> -p (grad_logp + grad_entropy (log p + H)) / temperature, in place."""
         for block in _blocks(logp):
             x = logp[block]
-            p = torch.exp(x, out=space.take(2, *x.shape, x.dtype))
+            p = torch.exp(x, out=space.take(2, x.shape[0], x.shape[1], x.dtype))
             x.add_(rows.entropy[block, None]).mul_(rows.grad_entropy[block, None]).add_(rows.grad_logp[block, None])
             x.mul_(p).mul_(-inv_temperature)
