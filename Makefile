@@ -75,6 +75,15 @@ demo: setup ## build, cold-start, train and evaluate a tiny Qwen3-MoE on this ma
 bench-convert: setup ## checkpoint conversion against cp + fsync, 2 GB (ARGS=--names: 18,867 small tensors)
 	$(BIN)/python benchmarks/bench_convert.py --folder runs/bench_convert $(ARGS)
 
+.PHONY: bench-loss
+bench-loss: setup ## time and memory of the loss stage against naive autograd and Liger (CPU, about 3 minutes)
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[bench]'
+	env -u OMP_NUM_THREADS $(BIN)/python -m benchmarks.bench_loss $(ARGS)
+
+.PHONY: kernels
+kernels: setup ## compile every Triton kernel for every architecture: registers, spills, shared memory (no GPU needed)
+	$(BIN)/python -m benchmarks.kernel_report $(ARGS)
+
 .PHONY: smollm2
 smollm2: setup ## fetch SmolLM2-135M-Instruct and train it a few steps on this machine's CPU (about 10 minutes)
 	PATH="$(CURDIR)/$(BIN):$$PATH" PYTHON='$(CURDIR)/$(BIN)/python' GSM8K='$(GSM8K)' \

@@ -46,6 +46,7 @@ setup(
         "te": ["transformer-engine[pytorch,core_cu13]"],
         "trackers": ["wandb", "prometheus-client"],
         "demo": ["gguf", "accelerate"],  # examples/smollm2 unpacks a GGUF file with transformers
+        "bench": ["liger-kernel==0.8.5"],  # the peer that make bench-loss compares with
         "dev": [
             "pytest",
             "pytest-timeout",

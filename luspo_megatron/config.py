@@ -241,9 +241,10 @@ class BatchConfig:
 @dataclass(frozen=True)
 class LossConfig:
     chunk_bytes: int = 0
-    """Working memory of one chunk of logits in the loss stage; 0: 64 MiB on CPU, 256 MiB on CUDA."""
-    cache_bytes: int = 0
-    """Memory for exponentials kept from forward to backward, which saves recomputing those logits; 0: none."""
+    """Working memory of one chunk of logits in the loss stage; 0: 16 MiB on CPU, 256 MiB on CUDA."""
+    cache_bytes: int = -1
+    """Memory for exponentials kept from forward to backward, which saves recomputing those logits; 0: none, -1: as much
+    as the head's gradient takes later, so that the peak does not rise."""
     backend: Literal["auto", "torch", "triton"] = "auto"
     """Row arithmetic of the loss stage; auto: triton on CUDA where it is installed, else torch."""
 

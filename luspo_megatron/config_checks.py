@@ -290,7 +290,7 @@ def check_batch(batch: BatchConfig, longest: int, longest_name: str) -> Iterator
 
 def check_loss(loss: LossConfig) -> Iterator[Violation]:
     yield from at_least("--loss.chunk_bytes", loss.chunk_bytes, 0)
-    yield from at_least("--loss.cache_bytes", loss.cache_bytes, 0)
+    yield from at_least("--loss.cache_bytes", loss.cache_bytes, -1)
 
 
 def check_checkpoint(checkpoint: CheckpointConfig) -> Iterator[Violation]:

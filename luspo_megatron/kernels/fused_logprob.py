@@ -19,6 +19,7 @@ exchanges its own sums.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,11 +33,13 @@ from luspo_megatron.kernels.head import (
     HeadOptions,
     Workspace,
     add_product,
+    cache_budget,
     chunks,
     gather_rows,
     product,
     real_rows,
     scatter_rows,
+    take_rows,
 )
 from luspo_megatron.kernels.rows import RowGradients, Rows, merge, row_backend
 
@@ -58,7 +61,11 @@ def token_logprobs(hidden: Float[Tensor, "Ts h"], weight: Float[Tensor, "Vt h"],
 
 
 class _Cache:
-    """e^(x - reference) of the first chunks of the vocabulary, in the weight's dtype, up to a budget of bytes."""
+    """e^(x - reference) of the first chunks of the vocabulary, in the weight's dtype, up to a budget of bytes.
+
+    The backward empties it as it goes, so that its memory is free again for the head's gradient; a second backward
+    (retain_graph) recomputes.
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -77,6 +84,11 @@ class _Cache:
         self.entries.append((chunk, exps, reference))
         self.end = chunk.start + chunk.size
 
+    def drain(self) -> Iterator[tuple[Chunk, Tensor, Tensor]]:
+        self.end = 0
+        while self.entries:
+            yield self.entries.pop(0)
+
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
@@ -84,9 +96,9 @@ class _TokenLogprobs(torch.autograd.Function):
                 keep: bool) -> tuple[Tensor, Tensor]:
         backend = row_backend(options, weight)
         row_index = rows.nonzero()[:, 0]  # [R]
-        x = gather_rows(hidden, options)[row_index]  # [R, h]
+        x = take_rows(gather_rows(hidden, options), row_index)  # [R, h]
         y = targets[row_index]
-        cache = _Cache(options.cache_bytes if keep else 0)
+        cache = _Cache(cache_budget(weight, options) if keep else 0)
         state = _local_statistics(backend, x, weight, y, options, cache)
         lse, logprobs, entropy = _join_ranks(state, options)
         if keep:
@@ -102,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
         active = ((grads[0] != 0) | (grads[1] != 0)).nonzero()[:, 0]
         rows = _row_gradients(active, lse, logprobs, entropy, grads, 1.0 / options.temperature)
         row_index = row_index[active]
-        x = gather_rows(hidden, options)[row_index]
+        x = take_rows(gather_rows(hidden, options), row_index)
         head = HeadGradient(ctx.parameter, ctx.needs_input_grad[1], real_rows(weight, options))
         grad_x = _backward_chunks(ctx.backend, ctx.cache, x, weight, y[active], rows, options, head)
         grad_hidden = scatter_rows(grad_x, row_index, ctx.num_rows, hidden, options)
@@ -154,7 +166,7 @@ def _row_gradients(active: Tensor, lse: Tensor, logprobs: Tensor, entropy: Tenso
     # 1 - p by expm1: most tokens of a trained policy have p near 1
     own = -torch.expm1(logp) * grad_logp - logp.exp() * (logp + h) * grad_entropy
     return RowGradients(active, lse[active], h, grad_logp, grad_entropy, own * inv_temperature,
-                        with_entropy=bool((grad_entropy != 0).any()))
+                        grad_logp * -inv_temperature, with_entropy=bool((grad_entropy != 0).any()))
 
 
 def _backward_chunks(backend: Rows, cache: _Cache, x: Tensor, weight: Tensor, y: Tensor, rows: RowGradients,
@@ -163,27 +175,37 @@ def _backward_chunks(backend: Rows, cache: _Cache, x: Tensor, weight: Tensor, y:
     dtype = rows.lse.dtype
     inv_temperature = 1.0 / options.temperature
     grad_x = torch.zeros(x.shape, dtype=dtype, device=x.device)
-    space = Workspace(x.device)
+    space, few = Workspace(x.device), Workspace(x.device)  # few: [R, h], while there is a cache
     wide = x if x.is_cuda else x.to(dtype)
-    complete = False
+    based = None  # x * base, once it is wanted
 
-    def sources() -> Any:
-        for chunk, exps, reference in cache.entries:
-            yield chunk, exps, reference
-        for chunk in chunks(weight, x.shape[0], options, start=cache.end):
+    def sources() -> Iterator[tuple[Chunk, Tensor, Tensor | None]]:
+        start = cache.end
+        yield from cache.drain()
+        for chunk in chunks(weight, x.shape[0], options, start=start):
             yield chunk, _logits(wide, weight, chunk, dtype, space), None
 
     for chunk, source, reference in sources():
         g = backend.gradient(source, reference, y - chunk.first, rows, inv_temperature, weight.dtype, space)
-        complete = g.complete
-        if g.scale is None:
+        if g.complete:
             add_product(grad_x, g.matrix, chunk.of(weight))
             head.write(chunk, g.matrix, x)
+            continue
+        # grad_x and based hold what is to be multiplied, and has been multiplied, by the rows' base
+        based = wide * rows.base[:, None] if based is None else based
+        if g.factor is None:
+            few.clear()
+            add_product(grad_x, g.matrix, chunk.of(weight))
+            head.write(chunk, g.matrix, based.to(weight.dtype))
         else:
-            part = product(g.matrix, chunk.of(weight), dtype if x.is_cuda else weight.dtype)
-            grad_x.addcmul_(part, g.scale[:, None])
-            head.write(chunk, g.matrix, (wide * g.scale[:, None]).to(weight.dtype))
-    if not complete:
+            factor = g.factor[:, None]
+            part_dtype = dtype if x.is_cuda else weight.dtype
+            part = few.take(0, x.shape[0], x.shape[1], part_dtype)
+            grad_x.addcmul_(product(g.matrix, chunk.of(weight), part_dtype, part), factor)
+            scaled = torch.mul(based, factor, out=few.take(0, x.shape[0], x.shape[1], dtype))
+            head.write(chunk, g.matrix, scaled.to(weight.dtype))
+    if based is not None:
+        grad_x.mul_(rows.base[:, None])
         _add_targets(grad_x, x, weight, y, rows, options, head)
     return grad_x
 

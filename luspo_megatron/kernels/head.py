@@ -14,12 +14,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-BYTES_PER_LOGIT = 8
-"""Of working memory: two float32 buffers of a chunk on the CPU; float32 logits and a 16-bit gradient on CUDA."""
-
-CHUNK_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
+CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """Used when `chunk_bytes` is 0. On CUDA each chunk reads and writes the float32 [R, h] sum of d hidden once, which wide
 chunks make rare; on the CPU wider chunks gain nothing."""
+
+BLOCK_BYTES = 2 * 2**20
+"""Rows of a chunk that the CPU's row arithmetic takes at a time: the passes over them find them in its caches."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class HeadOptions:
 
     vocab_size: the true one, without padding rows. group: tensor parallel. chunk_bytes: working memory of one chunk of
     logits, 0: by device. cache_bytes: how much of the exponentials is kept for the backward, which then recomputes only
-    the rest. backend: see `luspo_megatron.kernels.rows`.
+    the rest; -1: as much as the head's gradient takes, see `cache_budget`. backend: see `luspo_megatron.kernels.rows`.
     """
 
     vocab_size: int
@@ -65,10 +65,28 @@ def real_rows(weight: Tensor, options: HeadOptions) -> int:
     return max(0, min(weight.shape[0], options.vocab_size - options.rank * weight.shape[0]))
 
 
+def cache_budget(weight: Tensor, options: HeadOptions) -> int:
+    """Bytes of exponentials that the forward may keep.
+
+    With -1 as many as a gradient of the local head: it comes into being while the cache is used up and freed (where
+    megatron's DDP keeps a main_grad, autograd still wants a tensor of that size in the end), so the peak of a step
+    does not rise.
+    """
+    if options.cache_bytes >= 0:
+        return options.cache_bytes
+    return real_rows(weight, options) * weight.shape[1] * weight.element_size()
+
+
+def bytes_per_logit(weight: Tensor) -> int:
+    """Working memory: the logits in float32 (float64 for float64), and their gradient where it is a second buffer."""
+    wide = torch.promote_types(weight.dtype, torch.float32).itemsize
+    return wide + (weight.dtype.itemsize if weight.is_cuda or weight.dtype.itemsize < wide else 0)
+
+
 def chunks(weight: Tensor, num_rows: int, options: HeadOptions, start: int = 0) -> Iterator[Chunk]:
     """The local vocabulary from row `start` on, in pieces whose [num_rows, size] logits fit the memory budget."""
     budget = options.chunk_bytes or CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES["cuda"])
-    size = budget // (max(1, num_rows) * BYTES_PER_LOGIT)
+    size = budget // (max(1, num_rows) * bytes_per_logit(weight))
     size = max(128, size - size % 128)  # whole tiles of the matrix product
     real = real_rows(weight, options)
     for at in range(start, real, size):
@@ -76,21 +94,24 @@ def chunks(weight: Tensor, num_rows: int, options: HeadOptions, start: int = 0) 
 
 
 class Workspace:
-    """Two buffers that all chunks of one pass share on the CPU, where fresh large allocations cost page faults."""
+    """Buffers that all chunks of one pass share on the CPU, where fresh large allocations cost page faults."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._buffers: dict[int, Tensor] = {}
 
     def take(self, slot: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns], contents undefined, valid until the slot is taken again. Slot 0 holds the logits, slot 1 is
-        for the backend."""
+        """[rows, columns], contents undefined, valid until the slot is taken again. Slot 0 holds the logits,
+        slots 1 and 2 are the backend's."""
         if self.device.type == "cuda":
             return torch.empty((rows, columns), dtype=dtype, device=self.device)
         known = self._buffers.get(slot)
         if known is None or known.numel() < rows * columns or known.dtype != dtype:
             known = self._buffers[slot] = torch.empty(rows * columns, dtype=dtype)
         return known[: rows * columns].view(rows, columns)
+
+    def clear(self) -> None:
+        self._buffers.clear()
 
 
 def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"], dtype: torch.dtype,
@@ -152,6 +173,11 @@ class HeadGradient:
         return torch.empty_like(self.parameter)
 
 
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """x[index], without a copy where the rising index names every row."""
+    return x if index.shape[0] == x.shape[0] else x[index]
+
+
 def gather_rows(hidden: Tensor, options: HeadOptions) -> Tensor:
     """[Ts, h] -> [T, h]"""
     if not options.sequence_parallel or options.tp == 1:
@@ -163,8 +189,10 @@ def gather_rows(hidden: Tensor, options: HeadOptions) -> Tensor:
 
 def scatter_rows(grad_rows: Tensor, row_index: Tensor, num_rows: int, hidden: Tensor, options: HeadOptions) -> Tensor:
     """[active rows, h], partial over the vocabulary -> gradient of `hidden`, summed over the tensor-parallel ranks."""
-    full = grad_rows.new_zeros((num_rows, grad_rows.shape[1]))
-    full[row_index] = grad_rows
+    full = grad_rows
+    if row_index.shape[0] < num_rows:
+        full = grad_rows.new_zeros((num_rows, grad_rows.shape[1]))
+        full[row_index] = grad_rows
     if options.tp > 1:
         if options.sequence_parallel:
             part = full.new_empty(hidden.shape)

@@ -27,7 +27,8 @@ class RowGradients:
     """What `gradient` needs of the R active rows; all [R], float32 or float64.
 
     index: their places among the rows of the forward. own: gradient of the target's logit, which the backend must not
-    compute from p (1 - p loses its digits where p is near 1). with_entropy: whether grad_entropy holds anything but 0.
+    compute from p (1 - p loses its digits where p is near 1). base: -grad_logp / temperature. with_entropy: whether
+    grad_entropy holds anything but 0.
     """
 
     index: Int[Tensor, " R"]
@@ -36,16 +37,17 @@ class RowGradients:
     grad_logp: Float[Tensor, " R"]
     grad_entropy: Float[Tensor, " R"]
     own: Float[Tensor, " R"]
+    base: Float[Tensor, " R"]
     with_entropy: bool
 
 
 @dataclass(frozen=True)
 class ChunkGradient:
-    """d loss / d logits of a chunk = scale[:, None] * matrix; with `complete` False it lacks the targets' own entries,
-    which are 0 in `matrix` and are added by the caller."""
+    """d loss / d logits of a chunk: `matrix` itself if `complete`. Else base * factor (1 if None) * matrix, row by row,
+    without the targets' own entries, which are 0 in `matrix` and are added by the caller."""
 
     matrix: Float[Tensor, "R C"]
-    scale: Float[Tensor, " R"] | None
+    factor: Float[Tensor, " R"] | None
     complete: bool
 
 

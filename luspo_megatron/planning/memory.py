@@ -95,8 +95,8 @@ def trainer_memory(arch: Architecture, layout: ParallelLayout, stage: StageSizes
     kept, extra = layer.kept(model.recompute)
     activations = in_flight * (stage.layers * kept + (layer.one_norm if last else 0)) + extra
     between = layer.backward + (vocab_grad if first else 0)
-    chunk = (loss.chunk_bytes or CHUNK_BYTES) + loss.cache_bytes
-    head = layer.loss_stage + chunk + vocab_grad if last else 0
+    # the head's gradient takes the place of the cache
+    head = layer.loss_stage + (loss.chunk_bytes or CHUNK_BYTES) + max(loss.cache_bytes, vocab_grad) if last else 0
     return TrainerMemory(
         parameters=p * (padded + stage.frozen), gradients=4 * padded,
         optimizer=0 if optimizer.cpu_offload else moment_bytes * shard,

@@ -19,12 +19,14 @@ def inputs(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tenso
     """hidden [T, h], weight [padded V, h] (rows of padding that would win every softmax), targets [T], rows [T]"""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(T, H, generator=generator, dtype=torch.float64)
-    weight = torch.randn(PADDED, H, generator=generator, dtype=torch.float64)
+    weight = torch.randn(PADDED, H, generator=generator, dtype=torch.float64) / 4
     weight[V:] = 100.0
     targets = torch.randint(0, V, (T,), generator=generator)
     targets[0], targets[1] = 0, V - 1
     rows = torch.rand(T, generator=generator) < 0.7
     rows[:2] = True
+    # every dtype starts from the same numbers
+    hidden, weight = hidden.to(torch.bfloat16), weight.to(torch.bfloat16)
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, rows
 
 
@@ -37,7 +39,7 @@ def reference(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor,
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 5e-7)])
 @pytest.mark.parametrize("chunk_bytes", [1, 2**26], ids=["chunks", "whole"])
 def test_values_and_gradients(dtype: torch.dtype, tolerance: float, temperature: float, chunk_bytes: int) -> None:
     hidden, weight, targets, rows = inputs(dtype)
@@ -81,7 +83,7 @@ def test_the_ratio_is_one_when_the_temperature_is_the_rollouts() -> None:
     recorded = reference(hidden, weight, targets, rows, 0.6)[0]
     ours = token_logprobs(hidden, weight, targets, rows, HeadOptions(V, temperature=0.6))[0]
     raw = token_logprobs(hidden, weight, targets, rows, HeadOptions(V))[0]
-    assert ((ours - recorded).exp() - 1).abs().max() < 1e-4 < ((raw - recorded).exp() - 1).abs().max()
+    assert ((ours - recorded).exp() - 1).abs().max() < 1e-5 < ((raw - recorded).exp() - 1).abs().max()
 
 
 def test_the_heads_gradient_is_added_to_main_grad() -> None:
