@@ -44,7 +44,7 @@ from luspo_megatron.launch.rank import LOG
 from luspo_megatron.launch.stop import MARK
 
 POLL = 0.2  # seconds
-AFTER_FAILURE = 20.0  # seconds that srun gets to end the other ranks
+AFTER_FAILURE = 5.0  # seconds that the other ranks get to say what they have met
 REQUEUE_WAIT = 120.0  # seconds within which Slurm ends a job that it has taken back
 DRY_SUPERVISOR = ["sh", "-c", 'echo "dry run: engines on $SLURMD_NODENAME, GPUs $CUDA_VISIBLE_DEVICES"']
 EXIT_CANCELLED = 128 + signal.SIGTERM
@@ -52,6 +52,7 @@ EXIT_CANCELLED = 128 + signal.SIGTERM
 # CUDA_VISIBLE_DEVICES to nothing.
 GPU_BINDING = ("SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
 # srun: error: n3: task 5: Exited with exit code 1      srun: error: n1: tasks 0-1,3: Killed
+EXIT_CODE = re.compile(r"exit code (\d+)")
 FAILED_TASK = re.compile(rb"srun: error: (\S+): tasks? (\d+)[\d,-]*: (.*)")
 
 
@@ -209,9 +210,11 @@ class Job:
             if self.failed and give_up == float("inf"):
                 give_up = time.monotonic() + AFTER_FAILURE
             if time.monotonic() > give_up:
-                self._say("the ranks did not end in time; they are killed")
-                _end(trainers)
-                return trainers.returncode or 1
+                if not self.failed:
+                    self._say("the ranks did not end in time; they are killed")
+                _kill_steps(trainers)
+                # srun's own code would be that of the ranks killed here
+                return next((int(found[1]) for *_, how in self.failed if (found := EXIT_CODE.search(how))), 1)
             time.sleep(POLL)
         return code
 
@@ -302,6 +305,14 @@ def _copy(source: IO[bytes] | None, targets: Sequence[IO[bytes]],
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
+
+
+def _kill_steps(srun: subprocess.Popen[bytes]) -> None:
+    """All steps of the job at once. Not by srun, whose SIGTERM the ranks take for a request to stop."""
+    allocation.slurm_output("scancel", "--signal=KILL", os.environ["SLURM_JOB_ID"])
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        srun.wait(10.0)
+    _end(srun)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
