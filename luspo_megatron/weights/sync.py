@@ -97,7 +97,7 @@ class WeightSync:
         def invite() -> Meeting | None:
             nonlocal handle
             status = self._wait_for_engines()
-            if not status.needs_connect and not self._broken:
+            if not status.needs_connect and not self._broken and self._generation >= 0:
                 return None
             self._generation = max(status.generation, self._generation) + 1
             meeting = host_meeting(self._settings.transport, self._generation, status.num_workers + 1, self._folder,
