@@ -15,13 +15,12 @@ import pytest
 
 from luspo_megatron.config import RolloutConfig
 from luspo_megatron.rollout.engine import load_engine_kind
-from tests.engines.models import save_model
+from tests.engines.models import MOST_TOKENS, save_model
 from tests.engines.side import FleetHost
 
 ROOT = Path(__file__).parents[2]
 VENVS = Path(os.environ.get("ENGINE_VENVS") or ROOT / ".venv-engines")
 ENGINES = ("vllm", "sglang")
-MOST_TOKENS = 256  # max_position_embeddings of the model
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

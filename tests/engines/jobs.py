@@ -16,7 +16,7 @@ from tests.wire_proxy import FlippingWire
 
 PROMPTS = [[5 + i, 9, 3 * i + 2, 17][: 2 + i % 3] for i in range(8)]
 BUCKET_BYTES = 20_000  # smaller than the embedding: tensors are cut
-LONG = 200  # tokens of a sequence that is still running when a push comes
+LONG = 1500  # tokens of a sequence that is still running when a push comes
 
 
 def requests(version: int, tokens: int = 24, temperature: float = 1.0) -> GenerateRequest:
@@ -53,15 +53,17 @@ def actor_logprobs(actor: Any, samples: list[Sample]) -> dict[int, np.ndarray]:
 def push_and_compare(rank: int, case: Case, folders: list[Any], address: Any, first_version: int,
                      bucket_bytes: int = BUCKET_BYTES, temperature: float = 1.0) -> list[dict[str, Any]]:
     """One push for each of ``folders``, in one life of actor and engine; after each, the engine samples and the actor
-    scores: largest absolute difference of log-probs, the versions seen, and what was sampled."""
+    scores: largest absolute difference of log-probs, the versions seen, what was sampled, and what was warned of."""
     side = RemoteSide(address) if rank == 0 else None
     out = []
     with actor_of(rank, case, folders[0]) as actor:
         actor.temperature = temperature
         sync = make_sync(actor, side, bucket_bytes)
         try:
+            sync._warn = lambda text: warnings.append(text)
             for version, folder in enumerate(folders, start=first_version):
                 actor.load_hf(str(folder))
+                warnings: list[str] = []
                 sync.push(version)
                 request = requests(1, temperature=temperature)
                 generations = side.call("generate", request=request) if side is not None else None
@@ -71,6 +73,7 @@ def push_and_compare(rank: int, case: Case, folders: list[Any], address: Any, fi
                 worst = max((float(np.abs(np.asarray(samples[i].rollout_logprobs) - values).max())
                              for i, values in ours.items()), default=0.0)
                 out.append({"worst": worst, "scored": sorted(ours), "responses": [s.response_ids for s in samples],
+                            "warnings": warnings,
                             "versions": {(s.weight_version_start, s.weight_version_end) for s in samples}})
         finally:
             sync.close()
@@ -89,7 +92,7 @@ def update_in_flight(rank: int, case: Case, old: Any, new: Any, address: Any, fi
             running = None
             if side is not None:
                 running = side.start("generate", request=request)
-                time.sleep(0.5)  # some tokens
+                time.sleep(0.2)  # some tokens
                 assert not running.done(), "the sequences are too short to be running still"
             actor.load_hf(str(new))
             sync.push(first_version + 1)
