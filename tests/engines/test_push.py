@@ -111,7 +111,7 @@ def test_routed_experts_are_the_models_own(host: FleetHost, folders: Folders, en
     generations = pool(1).run(jobs.push_and_sample, Case(), folders.a, host.address, next_version(host))[0]
     for prompt, generation in zip(jobs.PROMPTS, generations, strict=True):
         ids = prompt + generation.response_ids
-        found = generation.routed_experts.to_array()
+        found = generation.routed_experts.array()
         assert found.shape == (len(ids) - 1, 2, 2)
         want = top_experts(folders.a, ids[:-1])
         assert (np.sort(found, -1) == np.sort(want, -1)).all()

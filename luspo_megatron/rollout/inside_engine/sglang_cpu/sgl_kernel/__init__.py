@@ -35,8 +35,8 @@ def _mix(h: Any, k: Any) -> Any:
 
 
 def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3 of (seed, position, column), 32 bits in int64 [n, m], as SGLang's Triton kernel: it turns the seed of a
-    request into the noise of each token. int64 wraps around, which leaves the low 32 bits of a product right."""
+    """MurmurHash3 of (seed, position, column), 32 bits in int64 [n, m], as SGLang's Triton kernel: it turns the seed of
+    a request into the noise of each token. int64 wraps around, which leaves the low 32 bits of a product right."""
     seed = seed.to(torch.int64)[:, None]
     h = _mix(torch.zeros_like(seed), seed & _MASK)
     h = _mix(h, seed >> 32 & _MASK)
