@@ -158,6 +158,11 @@ class Desk:
                 if self._progress is not None:
                     self._progress.warning(f"the engine did not take the weights: {error}")
 
+    def warn(self, text: str) -> None:
+        """A warning that the person sees once, and the summary keeps."""
+        if self._progress is not None:
+            self._progress.warning(text)
+
     def _warn_of(self, statistics: dict[str, float]) -> None:
         assert self._progress is not None
         for name, what in (("reward_timeout", "rewards ran into their time limit and count 0"),
