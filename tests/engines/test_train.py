@@ -106,4 +106,4 @@ def test_parity(project: Project, engine: str, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out" / "parity.json").read_text())
     assert report["good"] and len(report["checks"]) == 2
     assert all(check["numerics"]["max"] <= 1e-5 and check["numerics"]["tokens"] > 6 for check in report["checks"])
-    assert f"actor / {engine} engine" in done.stdout
+    assert f"actor / {engine} engine: max" in done.stdout
