@@ -1,12 +1,13 @@
 """Weight sync against the raw link: a 1 GB model, 4 trainer ranks to one receiver over gloo, checksums on.
 
-    make bench-sync        (or: python -m benchmarks.bench_sync [--gigabytes 1] [--bucket-mb 64] [--layout tp2xep4])
+    make bench-sync        (or: python -m benchmarks.bench_sync [--gigabytes 1] [--bucket-mb 32] [--layout tp2xep4])
 
 The model has Qwen3-30B-A3B's proportions (19 of 20 bytes are experts), random weights and no forward pass. In the same
 run, between the same processes: raw bandwidth (256 MB send/recv from each sender to the receiver, best of 5) and the
 push (plan, gather, checksums at both ends, load into the receiver's own tensors). Then the plan of the real model and
 the seconds that its bytes take at given link rates. Prints the ratio, the peak extra memory of each sender in buckets,
-and whether both meet their bounds; exit code 1 where one does not.
+and whether both meet their bounds; exit code 1 where one does not. The
+last line is all of it as JSON. Run it on an idle machine: other work hurts the push more than the short raw transfers.
 
 Left out: real engines' own loading, NCCL.
 """
@@ -17,6 +18,8 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import platform
+import subprocess
 import sys
 import tempfile
 import threading
@@ -111,7 +114,7 @@ def watch_memory(stop: threading.Event, peak: list[float]) -> None:
     me = psutil.Process()
     while not stop.is_set():
         peak[0] = max(peak[0], me.memory_info().rss)
-        stop.wait(0.005)
+        stop.wait(0.01)
 
 
 def trainer(rank: int, args: argparse.Namespace, folder: str, connection: Any, results: Any) -> None:
@@ -259,7 +262,7 @@ def projection(link_rate: float, gather_rate: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--bucket-mb", type=int, default=64)
+    parser.add_argument("--bucket-mb", type=int, default=32)
     parser.add_argument("--layout", default="tp2xep4", help="of the 4 ranks: parts tpN, ppN, epN joined by x")
     parser.add_argument("--verify", default="full", choices=("off", "sample", "full"))
     parser.add_argument("--link-gb-s", type=float, nargs="+", default=[50.0, 400.0],
@@ -278,9 +281,23 @@ def main() -> int:
     for rate in args.link_gb_s:
         print(projection(rate * 1e9, 300e9))
     print(PUBLISHED)
+    result |= {"least_ratio": LEAST_RATIO, "most_buckets": MOST_BUCKETS, **here()}
+    result["good"] = result["ratio"] >= LEAST_RATIO and max(result["extra_buckets"]) <= MOST_BUCKETS
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return int(result["ratio"] < LEAST_RATIO or max(result["extra_buckets"]) > MOST_BUCKETS)
+    print(json.dumps(result))
+    return int(not result["good"])
+
+
+def here() -> dict[str, Any]:
+    """The machine, how busy it is, and the commit: a ratio of rates means little without them."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
+                            cwd=Path(__file__).parent)
+    return {"machine": platform.processor() or platform.machine(), "cpus": len(os.sched_getaffinity(0)),
+            "load": [round(load, 1) for load in os.getloadavg()], "torch": torch.__version__,
+            "commit": commit.stdout.strip() or "unknown"}
 
 
 if __name__ == "__main__":
