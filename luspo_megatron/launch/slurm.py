@@ -110,14 +110,15 @@ def srun_command(nodes: Sequence[str], tasks: int, command: Sequence[str], *, on
     """srun of ``command`` on these nodes of the allocation, ``tasks`` over them in blocks.
 
     Each task sees all GPUs of its node (a rank takes the one of its number; `_start` takes a site's bindings away), and
-    steps may share CPUs and GPUs, because colocated engines use the trainers'. ``one_for_all``: one task that fails
-    ends the step; else not even a lost node does.
+    steps may share CPUs and GPUs, because colocated engines use the trainers'. A task that fails does not end the step:
+    Slurm would send SIGTERM, which ranks take for a request to stop, and SIGKILL only after KillWait; `_kill_steps` is
+    quicker. ``one_for_all``: a node that is lost ends it.
     """
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     return ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--ntasks={tasks}",
             f"--ntasks-per-node={tasks // len(nodes)}", "--distribution=block", "--overlap", "--mpi=none",
             "--input=none", f"--chdir={os.getcwd()}", *([f"--cpus-per-task={cpus}"] if cpus else []),
-            *(["--kill-on-bad-exit=1"] if one_for_all else ["--kill-on-bad-exit=0", "--no-kill"]), *command]
+            "--kill-on-bad-exit=0", "--no-kill=off" if one_for_all else "--no-kill", *command]
 
 
 @dataclass
