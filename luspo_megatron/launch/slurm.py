@@ -111,7 +111,7 @@ def srun_command(nodes: Sequence[str], tasks: int, command: Sequence[str], *, on
 
     Each task sees all GPUs of its node (a rank takes the one of its number; `_start` takes a site's bindings away), and
     steps may share CPUs and GPUs, because colocated engines use the trainers'. A task that fails does not end the step:
-    Slurm would send SIGTERM, which ranks take for a request to stop, and SIGKILL only after KillWait; `_kill_steps` is
+    Slurm would send SIGTERM, which ranks take for a request to stop, and SIGKILL only after KillWait; `_end_ranks` is
     quicker. ``one_for_all``: a node that is lost ends it.
     """
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
@@ -213,7 +213,7 @@ class Job:
             if time.monotonic() > give_up:
                 if not self.failed:
                     self._say("the ranks did not end in time; they are killed")
-                _kill_steps(trainers)
+                _end_ranks(trainers)
                 # srun's own code would be that of the ranks killed here
                 return next((int(found[1]) for *_, how in self.failed if (found := EXIT_CODE.search(how))), 1)
             time.sleep(POLL)
@@ -308,9 +308,10 @@ def _copy(source: IO[bytes] | None, targets: Sequence[IO[bytes]],
     return thread
 
 
-def _kill_steps(srun: subprocess.Popen[bytes]) -> None:
-    """All steps of the job at once. Not by srun, whose SIGTERM the ranks take for a request to stop."""
-    allocation.slurm_output("scancel", "--signal=KILL", os.environ["SLURM_JOB_ID"])
+def _end_ranks(srun: subprocess.Popen[bytes]) -> None:
+    """All of them at once, by a signal that srun passes on and that no rank handles: SIGTERM is a request to stop to
+    them, and what Slurm's own commands do begins with it."""
+    srun.send_signal(signal.SIGUSR2)
     with contextlib.suppress(subprocess.TimeoutExpired):
         srun.wait(10.0)
     _end(srun)
