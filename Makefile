@@ -16,6 +16,7 @@ SMOLLM2_ARGS ?=
 # word problems for make smollm2, where there is such a file
 GSM8K ?= $(wildcard ../shared/data/gsm8k.jsonl)
 
+ENGINE_VENVS ?= .venv-engines
 VENV := .venv
 BIN := $(VENV)/bin
 # A stamp named after the contents: a fresh checkout with an old .venv beside it is not made anew.
@@ -36,6 +37,7 @@ help: ## list the targets
 	@echo 'TORCH_INDEX_URL: package index with another build of torch, e.g. one of CPU builds'
 	@echo 'DEMO_ARGS: flags of luspo train for the demo; WORLD_SIZE, TP, PP, EP, SEED in the environment choose its layout'
 	@echo 'SMOLLM2_ARGS: flags of luspo train for make smollm2; GSM8K=FILE: word problems for it'
+	@echo 'ENGINE_VENVS: folder of the engines'\'' environments (.venv-engines); ENGINE_PYTHON: the Python 3.11 for them'
 	@echo 'TESTS, PYTEST_ARGS: what make test runs, e.g. make test TESTS=tests/unit PYTEST_ARGS="-k config"'
 
 .PHONY: setup
@@ -66,6 +68,15 @@ test: setup ## run all tests
 test-slurm: setup ## launches, requeue and preemption on a Slurm cluster of this machine (as root; installs Slurm)
 	@tests/slurm/install.sh
 	$(BIN)/python -m pytest tests/slurm $(PYTEST_ARGS)
+
+.PHONY: test-engines
+test-engines: setup ## tests against real vLLM and SGLang servers on the CPU (makes their environments: 7 GB, Python 3.11)
+	@for engine in vllm sglang; do TORCH_INDEX_URL='$(TORCH_INDEX_URL)' tools/engine_venv.sh $$engine '$(ENGINE_VENVS)'/$$engine; done
+	ENGINE_VENVS='$(abspath $(ENGINE_VENVS))' $(BIN)/python -m pytest tests/engines $(PYTEST_ARGS)
+
+.PHONY: bench-sync
+bench-sync: setup ## weight sync against the raw link, 1 GB from 4 ranks to one receiver (ARGS=--help)
+	$(BIN)/python -m benchmarks.bench_sync $(ARGS)
 
 .PHONY: demo
 demo: setup ## build, cold-start, train and evaluate a tiny Qwen3-MoE on this machine's CPU (about 10 minutes)

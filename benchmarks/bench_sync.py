@@ -1,12 +1,13 @@
 """Weight sync against the raw link: a 1 GB model, 4 trainer ranks to one receiver over gloo, checksums on.
 
-    make bench-sync        (or: python -m benchmarks.bench_sync [--gigabytes 1] [--bucket-mb 64] [--layout tp2xep4])
+    make bench-sync        (or: python -m benchmarks.bench_sync [--gigabytes 1] [--bucket-mb 32] [--layout tp2xep4])
 
 The model has Qwen3-30B-A3B's proportions (19 of 20 bytes are experts), random weights and no forward pass. In the same
 run, between the same processes: raw bandwidth (256 MB send/recv from each sender to the receiver, best of 5) and the
 push (plan, gather, checksums at both ends, load into the receiver's own tensors). Then the plan of the real model and
 the seconds that its bytes take at given link rates. Prints the ratio, the peak extra memory of each sender in buckets,
-and whether both meet their bounds; exit code 1 where one does not.
+and whether both meet their bounds; exit code 1 where one does not. The
+last line is all of it as JSON. Run it on an idle machine: other work hurts the push more than the short raw transfers.
 
 Left out: real engines' own loading, NCCL.
 """
@@ -17,10 +18,13 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import platform
+import subprocess
 import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -81,33 +85,26 @@ class Shards:
         self.gatherer.rank, self.gatherer._shards = rank, shards
 
 
-class _Done:
-    def result(self) -> None:
-        return None
-
-
 class Engine:
     """The receiver's process as rank 0 sees it: over two pipes."""
 
     def __init__(self, connection: Any) -> None:
         self._connection, self.generation = connection, -1
+        self._pool = ThreadPoolExecutor(1)
 
     def weights_status(self) -> Any:
         return argparse.Namespace(version=0, num_workers=1, needs_connect=self.generation < 0, generation=-1)
 
-    def _ask(self, *message: Any) -> Engine:
+    def _ask(self, *message: Any) -> Future[Any]:
         self._connection.send(message)
-        return self
+        return self._pool.submit(self._connection.recv)
 
-    def connect_weights(self, *args: Any, **kwargs: Any) -> Engine:
+    def connect_weights(self, *args: Any, **kwargs: Any) -> Future[Any]:
         self.generation = 0
         return self._ask("connect", args, kwargs)
 
-    def update_weights_async(self, manifest: Any) -> Engine:
+    def update_weights_async(self, manifest: Any) -> Future[Any]:
         return self._ask("update", (manifest,), {})
-
-    def result(self) -> Any:
-        return self._connection.recv()
 
 
 def watch_memory(stop: threading.Event, peak: list[float]) -> None:
@@ -117,7 +114,7 @@ def watch_memory(stop: threading.Event, peak: list[float]) -> None:
     me = psutil.Process()
     while not stop.is_set():
         peak[0] = max(peak[0], me.memory_info().rss)
-        stop.wait(0.005)
+        stop.wait(0.01)
 
 
 def trainer(rank: int, args: argparse.Namespace, folder: str, connection: Any, results: Any) -> None:
@@ -142,11 +139,11 @@ def trainer(rank: int, args: argparse.Namespace, folder: str, connection: Any, r
     sync_module.ShardGatherer = lambda *_: shards.gatherer  # type: ignore[assignment, misc]
     sync = sync_module.WeightSync(None, table, ranks, settings, dtype="float32",
                                   device=torch.device("cpu"), engines=Engine(connection) if rank == 0 else None)
+    before = psutil.Process().memory_info().rss
     sync.push(1)  # connects, and touches every page once
-    seconds, extra = [], 0.0
+    seconds, extra = [], psutil.Process().memory_info().rss - before
     for version in range(2, 2 + REPEATS):
         dist.barrier(group=trainers)
-        before = psutil.Process().memory_info().rss
         stop, peak = threading.Event(), [0.0]
         watcher = threading.Thread(target=watch_memory, args=(stop, peak))
         watcher.start()
@@ -265,7 +262,7 @@ def projection(link_rate: float, gather_rate: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--bucket-mb", type=int, default=64)
+    parser.add_argument("--bucket-mb", type=int, default=32)
     parser.add_argument("--layout", default="tp2xep4", help="of the 4 ranks: parts tpN, ppN, epN joined by x")
     parser.add_argument("--verify", default="full", choices=("off", "sample", "full"))
     parser.add_argument("--link-gb-s", type=float, nargs="+", default=[50.0, 400.0],
@@ -284,9 +281,23 @@ def main() -> int:
     for rate in args.link_gb_s:
         print(projection(rate * 1e9, 300e9))
     print(PUBLISHED)
+    result |= {"least_ratio": LEAST_RATIO, "most_buckets": MOST_BUCKETS, **here()}
+    result["good"] = result["ratio"] >= LEAST_RATIO and max(result["extra_buckets"]) <= MOST_BUCKETS
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
-    return int(result["ratio"] < LEAST_RATIO or max(result["extra_buckets"]) > MOST_BUCKETS)
+    print(json.dumps(result))
+    return int(not result["good"])
+
+
+def here() -> dict[str, Any]:
+    """The machine, how busy it is, and the commit: a ratio of rates means little without them."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
+                            cwd=Path(__file__).parent)
+    return {"machine": platform.processor() or platform.machine(), "cpus": len(os.sched_getaffinity(0)),
+            "load": [round(load, 1) for load in os.getloadavg()], "torch": torch.__version__,
+            "commit": commit.stdout.strip() or "unknown"}
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from luspo_megatron.launch.rank import LOG
 from luspo_megatron.launch.stop import MARK
 
 POLL = 0.2  # seconds
-AFTER_FAILURE = 20.0  # seconds that srun gets to end the other ranks
+AFTER_FAILURE = 5.0  # seconds that the other ranks get to say what they have met
 REQUEUE_WAIT = 120.0  # seconds within which Slurm ends a job that it has taken back
 DRY_SUPERVISOR = ["sh", "-c", 'echo "dry run: engines on $SLURMD_NODENAME, GPUs $CUDA_VISIBLE_DEVICES"']
 EXIT_CANCELLED = 128 + signal.SIGTERM
@@ -52,6 +52,7 @@ EXIT_CANCELLED = 128 + signal.SIGTERM
 # CUDA_VISIBLE_DEVICES to nothing.
 GPU_BINDING = ("SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU")
 # srun: error: n3: task 5: Exited with exit code 1      srun: error: n1: tasks 0-1,3: Killed
+EXIT_CODE = re.compile(r"exit code (\d+)")
 FAILED_TASK = re.compile(rb"srun: error: (\S+): tasks? (\d+)[\d,-]*: (.*)")
 
 
@@ -109,14 +110,15 @@ def srun_command(nodes: Sequence[str], tasks: int, command: Sequence[str], *, on
     """srun of ``command`` on these nodes of the allocation, ``tasks`` over them in blocks.
 
     Each task sees all GPUs of its node (a rank takes the one of its number; `_start` takes a site's bindings away), and
-    steps may share CPUs and GPUs, because colocated engines use the trainers'. ``one_for_all``: one task that fails
-    ends the step; else not even a lost node does.
+    steps may share CPUs and GPUs, because colocated engines use the trainers'. A task that fails does not end the step:
+    Slurm would send SIGTERM, which ranks take for a request to stop, and SIGKILL only after KillWait; `_end_ranks` is
+    quicker. ``one_for_all``: a node that is lost ends it.
     """
     cpus = os.environ.get("SLURM_CPUS_PER_TASK")
     return ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--ntasks={tasks}",
             f"--ntasks-per-node={tasks // len(nodes)}", "--distribution=block", "--overlap", "--mpi=none",
             "--input=none", f"--chdir={os.getcwd()}", *([f"--cpus-per-task={cpus}"] if cpus else []),
-            *(["--kill-on-bad-exit=1"] if one_for_all else ["--kill-on-bad-exit=0", "--no-kill"]), *command]
+            "--kill-on-bad-exit=0", "--no-kill=off" if one_for_all else "--no-kill", *command]
 
 
 @dataclass
@@ -209,9 +211,11 @@ class Job:
             if self.failed and give_up == float("inf"):
                 give_up = time.monotonic() + AFTER_FAILURE
             if time.monotonic() > give_up:
-                self._say("the ranks did not end in time; they are killed")
-                _end(trainers)
-                return trainers.returncode or 1
+                if not self.failed:
+                    self._say("the ranks did not end in time; they are killed")
+                _end_ranks(trainers)
+                # srun's own code would be that of the ranks killed here
+                return next((int(found[1]) for *_, how in self.failed if (found := EXIT_CODE.search(how))), 1)
             time.sleep(POLL)
         return code
 
@@ -302,6 +306,15 @@ def _copy(source: IO[bytes] | None, targets: Sequence[IO[bytes]],
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
+
+
+def _end_ranks(srun: subprocess.Popen[bytes]) -> None:
+    """All of them at once, by a signal that srun passes on and that no rank handles: SIGTERM is a request to stop to
+    them, and what Slurm's own commands do begins with it."""
+    srun.send_signal(signal.SIGUSR2)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        srun.wait(10.0)
+    _end(srun)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -32,6 +32,7 @@ class Fleet(EngineKeeper):
         super().__init__(*args, **settings)
         self.weight_version = 0
         self.generation = -1
+        self._late: set[asyncio.Task[None]] = set()  # calls of a push that has failed elsewhere
         self.on_stale = on_stale
         self._short_since: float | None = None  # since when fewer than min_engines are healthy
 
@@ -166,6 +167,7 @@ class Fleet(EngineKeeper):
         ``world_size`` is what the trainer counted (workers + 1); RunError when an engine died in between. ``how``: more
         fields of EngineConnection.
         """
+        await self._settle()
         members = [slot for slot in self.members(version) if slot.client is not None]
         workers = sum(slot.num_workers for slot in members)
         if workers + 1 != world_size:
@@ -186,6 +188,7 @@ class Fleet(EngineKeeper):
         RunError when one could not: none of them serves then until a whole push has come through. The same version may
         be pushed again.
         """
+        await self._settle()
         version = int(manifest["version"])
         if version not in (self.weight_version, self.weight_version + 1) and not (
                 self.weight_version == 0 and version >= 1):
@@ -195,6 +198,7 @@ class Fleet(EngineKeeper):
             raise RunError(f"no engine is connected for weight push {version}{self._logs()}")
         for slot in members:
             slot.weight_version = -1
+        log.info("weight push %d begins on %s", version, ", ".join(slot.name for slot in members))
         try:
             await self._on_all(members, lambda slot, client: client.update_weights(manifest))
         except BaseException:
@@ -206,11 +210,11 @@ class Fleet(EngineKeeper):
                 slot.weight_version = version
             self.weight_version = version
             self._changed.notify_all()
-        if len(members) < len(self.slots):
-            log.info("weight version %d is on %s", version, ", ".join(slot.name for slot in members))
+        log.info("weight version %d is on %s", version, ", ".join(slot.name for slot in members))
 
     async def _on_all(self, slots: list[Slot], action: Callable[[Slot, RolloutEngine], Any]) -> None:
-        """Run ``action`` on all at once; wait for every one, then raise the first error with its engine's name."""
+        """Run ``action`` on all at once. The first error is raised as soon as it comes, with its engine's name: the
+        others may be stuck until the trainer, who learns of it by this, has broken the push off (`_settle`)."""
         async def one(slot: Slot) -> None:
             if slot.client is None:
                 raise RunError(f"{slot.name} died{self._logs()}")
@@ -223,9 +227,41 @@ class Fleet(EngineKeeper):
             finally:
                 slot.busy = False
 
-        results = await asyncio.gather(*(one(slot) for slot in slots), return_exceptions=True)
-        for slot, result in zip(slots, results, strict=True):
-            if isinstance(result, EngineFailure) and slot.process is not None:
-                raise RunError(f"{slot.name}: {result}\n{slot.process.describe_end()}") from result
-            if isinstance(result, BaseException):
-                raise result
+        tasks = {asyncio.create_task(one(slot)): slot for slot in slots}
+        try:
+            done, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        except asyncio.CancelledError:
+            for task in tasks:
+                task.cancel()
+            raise
+        self._late |= late
+        for task in done:
+            slot, error = tasks[task], task.exception()
+            if isinstance(error, EngineFailure) and slot.process is not None:
+                for _ in range(20):  # a connection breaks a moment before the end of its process can be seen
+                    if slot.process.returncode is not None:
+                        break
+                    await asyncio.sleep(0.05)
+                raise RunError(f"{slot.name}: {error}\n{slot.process.describe_end()}") from error
+            if error is not None:
+                raise error
+
+    async def _settle(self) -> None:
+        """Engines that were still at a push which has failed give up before they are given the next one."""
+        late, self._late = self._late, set()
+        if not late:
+            return
+        done, stuck = await asyncio.wait(late, timeout=self.config.request_timeout)
+        for task in done:
+            task.exception()  # it is a consequence of the one that was raised
+        if stuck:
+            self._late = stuck
+            raise RunError(f"{len(stuck)} engines have not given up a failed push within "
+                           f"{self.config.request_timeout:g} s{self._logs()}")
+
+    async def close(self) -> None:
+        for task in self._late:
+            task.cancel()
+        await asyncio.gather(*self._late, return_exceptions=True)
+        self._late = set()
+        await super().close()

@@ -157,7 +157,7 @@ def _command(start: EngineStart) -> list[str]:
         flags += ["--enable-return-routed-experts"]
     if start.on_cpu:
         flags += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",
-                  "--mem-fraction-static", "0.1", "--max-total-tokens", "16384", "--max-running-requests", "64",
+                  "--mem-fraction-static", "0.8", "--max-total-tokens", "16384", "--max-running-requests", "64",
                   "--grammar-backend", "none", "--disable-cuda-graph"]
     return [start.python, str(serve), "sglang", "--owned", "--port-file", start.port_file, "--", *flags, *start.args]
 

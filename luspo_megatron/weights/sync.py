@@ -13,6 +13,7 @@ A rank whose sends fail goes on gathering, so that nobody waits for it inside a 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -66,6 +67,7 @@ class WeightSync:
             bucket_bytes = max(bucket_bytes, table.largest_bytes(dtype))
         self.plan = plan_sync(table, ranks.layout, dtype, bucket_bytes, receivers)
         self._gatherer = ShardGatherer(gpt, table, ranks)
+        self._kept: list[torch.Tensor] = []
         self._sender: Sender | None = None
         self._meeting: Meeting | None = None
         self._generation = -1
@@ -97,7 +99,7 @@ class WeightSync:
         def invite() -> Meeting | None:
             nonlocal handle
             status = self._wait_for_engines()
-            if not status.needs_connect and not self._broken:
+            if not status.needs_connect and not self._broken and self._generation >= 0:
                 return None
             self._generation = max(status.generation, self._generation) + 1
             meeting = host_meeting(self._settings.transport, self._generation, status.num_workers + 1, self._folder,
@@ -146,6 +148,7 @@ class WeightSync:
         before = self._settings.transport != "disk"  # files are written first, so that no engine is paused meanwhile
         if self._engines is not None and before:
             handle = self._start_update(manifest)
+            self._break_off_with(handle)
         error: Exception | None = None
         try:
             self._send(manifest)
@@ -165,14 +168,33 @@ class WeightSync:
         except RunError as error:
             return _Refused(error)
 
+    def _break_off_with(self, handle: Any) -> None:
+        """When an engine fails in the middle of the push, every rank that waits to send to it is to stop waiting."""
+        meeting = self._meeting
+
+        def watch() -> None:
+            if self._answer_of(handle) is not None and meeting is not None:
+                meeting.abort()
+
+        threading.Thread(target=watch, name="push-watch", daemon=True).start()
+
+    def _scratch(self, *sizes: int) -> list[torch.Tensor]:
+        """Byte buffers. On a CPU they are kept for the next push: touching fresh memory costs more than the copies into
+        it. On a GPU they are given back, for training; the allocator there has them at hand."""
+        if [buffer.numel() for buffer in self._kept] == list(sizes):
+            return self._kept
+        buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in sizes]
+        if self._device.type == "cpu":
+            self._kept = buffers
+        return buffers
+
     def _send(self, manifest: Manifest) -> None:
         """Walks the plan. After a failed send it only gathers, for the other members' sake, and raises at the end."""
         rank = self._ranks.rank
         mine = [(unit, bucket) for unit in self.plan.units if rank in unit.members for bucket in unit.buckets]
         sending = max((bucket.nbytes for unit, bucket in mine if unit.source == rank), default=0)
         staged = max((bucket.nbytes for unit, bucket in mine if len(unit.members) > 1), default=0)
-        buffers = [torch.zeros(sending, dtype=torch.uint8, device=self._device) for _ in range(2)]
-        staging = torch.empty(staged, dtype=torch.uint8, device=self._device)
+        *buffers, staging = self._scratch(sending, sending, staged)
         in_flight: list[SendHandle | None] = [None, None]
         error: TransferError | None = None
         if self._sender is not None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from tests.tiny import config_of
 
+MOST_TOKENS = 2048  # so that a sequence can take seconds
+
 
 def save_model(folder: Path, seed: int) -> Path:
     """Random weights, large enough that every layer matters; norms are not all ones. With a tokenizer, which vLLM wants
@@ -15,6 +17,7 @@ def save_model(folder: Path, seed: int) -> Path:
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
     config = config_of("moe", layers=2)
+    config.max_position_embeddings = MOST_TOKENS
     config.head_dim, config.moe_intermediate_size = 32, 32
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(config)

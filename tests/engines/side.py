@@ -93,13 +93,17 @@ class RemoteSide:
             raise RunError(answer)
         return answer
 
+    def start(self, method: str, **arguments: Any) -> Any:
+        """The same without waiting: a future."""
+        return self._pool.submit(self.call, method, **arguments)
+
     def weights_status(self) -> WeightsStatus:
         status: WeightsStatus = self.call("weights_status")
         return status
 
     def connect_weights(self, store_host: str, store_port: int, generation: int, sources: Any, **rest: Any) -> Any:
-        return self._pool.submit(self.call, "connect_weights", store_host=store_host, store_port=store_port,
+        return self.start("connect_weights", store_host=store_host, store_port=store_port,
                                  generation=generation, sources=sources, **rest)
 
     def update_weights_async(self, manifest: Any) -> Any:
-        return self._pool.submit(self.call, "update_weights", manifest=manifest)
+        return self.start("update_weights", manifest=manifest)

@@ -123,7 +123,8 @@ while [ $# -gt 0 ] && [ "$1" != "--" ]; do case "$1" in --*) shift ;; *) break ;
 
 def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
     """Stand-ins for srun and scontrol."""
-    for name, text in (("srun", SRUN.format(body=body)), ("scontrol", f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n')):
+    calls = f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\n'
+    for name, text in (("srun", SRUN.format(body=body)), ("scontrol", calls)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -148,6 +149,18 @@ def test_a_rank_that_fails_is_named_with_its_last_lines(tmp_path: Path, monkeypa
     said = capfd.readouterr().err
     assert "rank 1 on n7: Exited with exit code 9" in said and "  the reason" in said
     assert (logs / "rank-0.log").exists() and "requeue" not in (tmp_path / "calls").read_text().split()
+
+
+def test_ranks_that_do_not_end_with_the_failed_one_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                             capfd: pytest.CaptureFixture[str]) -> None:
+    """Not by SIGTERM, which ranks take for a request to stop. The job has the failed rank's exit code."""
+    monkeypatch.setattr(slurm, "AFTER_FAILURE", 0.5)
+    body = 'trap "" TERM\ntrap "exit 140" USR2\necho "srun: error: n7: task 1: Exited with exit code 9" >&2\n' \
+        "for i in $(seq 300); do sleep 0.1; done\nexit 0"
+    began = time.monotonic()
+    assert drive(tmp_path, monkeypatch, body)[0] == 9
+    assert time.monotonic() - began < 9
+    assert "rank 1 on n7: Exited with exit code 9" in capfd.readouterr().err
 
 
 def test_ranks_that_stopped_because_they_were_asked_to_are_requeued(tmp_path: Path,

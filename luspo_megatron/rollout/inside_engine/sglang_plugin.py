@@ -61,6 +61,10 @@ def register() -> None:
     HookRegistry.register(f"{UPDATER}.receive_weights_from_distributed", receive, HookType.AROUND)
     HookRegistry.register(f"{UPDATER}.destroy_weights_update_group", leave_group, HookType.AROUND)
     if os.environ.get("LUSPO_SGLANG_CPU"):
-        from luspo_megatron.rollout.inside_engine.sglang_cpu import patch_torch
+        from luspo_megatron.rollout.inside_engine.sglang_cpu import allow_seeds, patch_torch
 
         patch_torch()
+        allow_seeds()
+        # its batch-invariant kernels are a GPU's; what a CPU computes for a sequence hardly depends on the others
+        HookRegistry.register("sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+                              lambda *_: None, HookType.REPLACE)

@@ -27,6 +27,7 @@ from luspo_megatron.weights.manifest import Bucket, EngineConnection, Manifest
 from luspo_megatron.weights.transports.base import TransferError, Verify, check_trailer, make_trailer
 
 ABORTED = "aborted"
+ABORT_POLL = timedelta(seconds=0.5)  # how often who waits looks whether the push was broken off
 
 
 def host_store(host: str = "127.0.0.1", timeout: float = 600.0) -> tuple[dist.TCPStore, str, int]:
@@ -39,8 +40,8 @@ def host_store(host: str = "127.0.0.1", timeout: float = 600.0) -> tuple[dist.TC
 
 
 def _build_group(host: str, port: int, generation: int, source: int, rank: int, world_size: int, timeout: float,
-                 device: torch.device) -> Any:
-    """One source's group; blocks until all its members have come, at most ``timeout`` seconds."""
+                 device: torch.device) -> tuple[Any, Any]:
+    """(group of one source, store); blocks until all its members have come, at most ``timeout`` seconds."""
     span = timedelta(seconds=timeout)
     try:
         store = dist.TCPStore(host, port, None, False, span)
@@ -49,13 +50,13 @@ def _build_group(host: str, port: int, generation: int, source: int, rank: int, 
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = span
-            return dist.ProcessGroupNCCL(prefix, rank, world_size, options)
+            return dist.ProcessGroupNCCL(prefix, rank, world_size, options), store
         gloo: Any = dist.ProcessGroupGloo
         gloo_options = gloo._Options()
         gloo_options._timeout = span
         gloo_options._threads = 1  # broadcasts of one source keep their order
         gloo_options._devices = [_gloo_device(gloo, host)]
-        return gloo(prefix, rank, world_size, gloo_options)
+        return gloo(prefix, rank, world_size, gloo_options), store
     except RuntimeError as error:  # DistStoreError, DistNetworkError and gloo's own are all RuntimeErrors
         raise TransferError(
             f"weight group of source {source}, generation {generation}: member {rank} of {world_size} could not "
@@ -95,6 +96,56 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def _is_aborted(store: Any) -> bool:
+    try:
+        return bool(store.check([ABORTED]))
+    except RuntimeError:  # whoever hosts it is gone
+        return True
+
+
+def _finish(work: Any, store: Any, device: torch.device) -> None:
+    """Wait for a broadcast. RuntimeError when it failed, or when the push was broken off meanwhile."""
+    if device.type == "cuda":  # its wait only orders streams
+        looked = time.monotonic()
+        while not work.is_completed():
+            if time.monotonic() - looked > ABORT_POLL.total_seconds():
+                looked = time.monotonic()
+                if _is_aborted(store):
+                    raise RuntimeError("the push was broken off")
+            time.sleep(0.0002)
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(ABORT_POLL)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            if _is_aborted(store):
+                raise RuntimeError("the push was broken off") from None
+
+
+_LEFT: list[Any] = []  # see _leave
+
+
+def _leave(group: Any, store: Any, works: list[Any]) -> None:
+    """Leave a group for good; whoever waits in it learns of it from the store, at the latest after ABORT_POLL.
+
+    Closing gloo's end does not reach a member that waits, and taking a group down waits for what is still under way in
+    it, ``works``: such a group is kept as it is, out of use, until the process ends.
+    """
+    with contextlib.suppress(RuntimeError):
+        abort_meeting(store)
+    pending = [work for work in works if not work.is_completed()]
+    if pending:
+        _LEFT.append((group, pending))
+        if hasattr(group, "abort"):
+            group.abort()
+    else:
+        group.shutdown()
+
+
 def _broadcast(group: Any, tensor: Tensor) -> Any:
     options = dist.BroadcastOptions()
     options.rootRank = 0
@@ -105,17 +156,15 @@ def _broadcast(group: Any, tensor: Tensor) -> Any:
 class _Handle:
     """A bucket on its way: the broadcasts of bytes and trailer."""
 
-    def __init__(self, works: list[Any], tensors: list[Tensor], what: str) -> None:
-        self._works, self._tensors, self._what = works, tensors, what
+    def __init__(self, works: list[Any], tensors: list[Tensor], what: str, store: Any) -> None:
+        self._works, self._tensors, self._what, self._store = works, tensors, what, store
 
     def wait(self) -> None:
         try:
             for work in self._works:
-                work.wait()
+                _finish(work, self._store, self._tensors[0].device)
         except RuntimeError as error:
             raise TransferError(f"{self._what} could not be sent: {_first_line(error)}") from error
-        if self._tensors and self._tensors[0].is_cuda:
-            torch.cuda.synchronize(self._tensors[0].device)  # NCCL's wait only orders streams
         self._works, self._tensors = [], []
 
 
@@ -129,7 +178,9 @@ class ProcessGroupSender:
                  timeout: float = 600.0, *, verify: Verify = "full", device: str | torch.device = "cpu") -> None:
         self.source, self.verify, self.device = source, verify, torch.device(device)
         self._number = self._turn = 0
-        self._group = _build_group(store_host, store_port, generation, source, 0, world_size, timeout, self.device)
+        self._works: deque[Any] = deque(maxlen=4)  # two buckets, each with its trailer
+        self._group, self._store = _build_group(store_host, store_port, generation, source, 0, world_size, timeout,
+                                                self.device)
 
     def begin(self, manifest: Manifest) -> None:
         self._turn = manifest.version
@@ -150,30 +201,32 @@ class ProcessGroupSender:
             works = [_broadcast(self._group, buffer)]
             trailer = make_trailer(bucket, buffer, self.verify, self._turn).to(self.device)
             works.append(_broadcast(self._group, trailer))
+            self._works += works
         except RuntimeError as error:
             raise TransferError(f"{what} could not be sent: {_first_line(error)}") from error
-        return _Handle(works, [buffer, trailer], what)
+        return _Handle(works, [buffer, trailer], what, self._store)
 
     def close(self) -> None:
-        """Leave the group; members still waiting in it get an error at once."""
+        """Leave the group; members still waiting in it get an error."""
         if self._group is not None:
-            self._group.shutdown()
+            _leave(self._group, self._store, list(self._works))
             self._group = None
 
 
 class _Arrival:
     """A bucket on its way here: the works of bytes and trailer, and where they go."""
 
-    def __init__(self, group: Any, bucket: Bucket, number: int, buffer: Tensor) -> None:
+    def __init__(self, group: Any, store: Any, bucket: Bucket, number: int, buffer: Tensor) -> None:
+        self._store = store
         self.bucket, self.number, self.buffer = bucket, number, buffer[: bucket.nbytes]
         self._trailer = torch.zeros(len(bucket.slices), 2, dtype=torch.int64, device=buffer.device)
         with self._named():
-            self._works = [_broadcast(group, self.buffer), _broadcast(group, self._trailer)]
+            self.works = [_broadcast(group, self.buffer), _broadcast(group, self._trailer)]
 
     def take(self) -> Tensor:
         with self._named():
-            for work in self._works:
-                work.wait()
+            for work in self.works:
+                _finish(work, self._store, self.buffer.device)
         check_trailer(self.bucket, self.buffer, self._trailer.cpu(), self.number)
         return self.buffer
 
@@ -198,7 +251,8 @@ class ProcessGroupReceiver:
         self._coming: deque[Bucket] = deque()
         self._next: _Arrival | None = None
         self._number = dict.fromkeys(connection.sources, 0)
-        self._groups: dict[int, Any] = {}
+        self._groups: dict[int, tuple[Any, Any]] = {}
+        self._arrivals: deque[_Arrival] = deque(maxlen=2)
         for source in connection.sources:
             self._groups[source] = _build_group(
                 connection.host, connection.port, connection.generation, source, connection.rank,
@@ -223,19 +277,21 @@ class ProcessGroupReceiver:
         return arrival.take()
 
     def _start(self, bucket: Bucket) -> _Arrival:
-        group = self._groups.get(bucket.source)
-        if group is None:
+        if bucket.source not in self._groups:
             raise TransferError(f"no weight group for source {bucket.source}; connected: {sorted(self._groups)}")
         number = self._number[bucket.source]
         self._number[bucket.source] += 1
         self._turn ^= 1
         if self._buffers[self._turn].numel() < bucket.nbytes:
             self._buffers[self._turn] = torch.empty(bucket.nbytes, dtype=torch.uint8, device=self.device)
-        return _Arrival(group, bucket, number, self._buffers[self._turn])
+        self._arrivals.append(_Arrival(*self._groups[bucket.source], bucket, number, self._buffers[self._turn]))
+        return self._arrivals[-1]
 
     def close(self) -> None:
-        """Leave all groups; a source still sending gets an error at once."""
-        for group in self._groups.values():
-            group.shutdown()
+        """Leave all groups; a source still sending gets an error."""
+        for source, (group, store) in self._groups.items():
+            _leave(group, store, [work for arrival in self._arrivals if arrival.bucket.source == source
+                                  for work in arrival.works])
+        self._arrivals.clear()
         self._groups, self._next = {}, None
         self._coming.clear()

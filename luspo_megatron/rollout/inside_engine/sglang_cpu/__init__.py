@@ -21,6 +21,17 @@ class _NoCudaRuntime:
         return lambda *_, **__: Success(0)
 
 
+def allow_seeds() -> None:
+    """SGLang draws with a request's own seed only in deterministic mode, which it refuses with the one attention that a
+    CPU has. That one works on each sequence by itself, so it is as deterministic as those it allows."""
+    from sglang.srt.arg_groups import choices
+
+    for allowed in (choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+                    choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND):
+        if "torch_native" not in allowed:
+            allowed.append("torch_native")
+
+
 def patch_torch() -> None:
     import torch
 

@@ -23,6 +23,35 @@ def assign_req_to_token_pool_cpu(req_pool_indices: Any, req_to_token: Any, start
         used += last - first
 
 
+_MASK = 0xFFFFFFFF
+
+
+def _mix(h: Any, k: Any) -> Any:
+    k = k * 0xCC9E2D51 & _MASK
+    k = (k << 15 | k >> 17) & _MASK
+    h = h ^ (k * 0x1B873593 & _MASK)
+    h = (h << 13 | h >> 19) & _MASK
+    return h * 5 + 0xE6546B64 & _MASK
+
+
+def murmur_hash32_cpu(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3 of (seed, position, column), 32 bits in int64 [n, m], as SGLang's Triton kernel: it turns the seed of
+    a request into the noise of each token. int64 wraps around, which leaves the low 32 bits of a product right."""
+    seed = seed.to(torch.int64)[:, None]
+    h = _mix(torch.zeros_like(seed), seed & _MASK)
+    h = _mix(h, seed >> 32 & _MASK)
+    h = _mix(h, positions.to(torch.int64)[:, None] & _MASK)
+    h = _mix(h, col_indices.to(torch.int64)[None] & _MASK) ^ 16
+    h = (h ^ h >> 16) * 0x85EBCA6B & _MASK
+    h = (h ^ h >> 13) * 0xC2B2AE35 & _MASK
+    return h ^ h >> 16
+
+
+_ops = torch.library.Library("sgl_kernel", "FRAGMENT")
+_ops.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+_ops.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+
+
 def _missing(name: str) -> Any:
     def kernel(*_: Any, **__: Any) -> None:
         raise NotImplementedError(f"{name} has no CPU stand-in")

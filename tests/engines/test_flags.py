@@ -1,0 +1,84 @@
+"""The engines' own argument parsers take the command lines that we make, and name the flags that we look for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from luspo_megatron.rollout.engine import EngineStart, load_engine_kind
+from luspo_megatron.rollout.engine_layout import SPELLINGS, SWITCHES, engine_layout
+from tests.engines.conftest import python_of
+
+PARSE = {
+    "vllm": """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+""",
+    "sglang": """
+import argparse, json, sys
+from sglang.srt.server_args import ServerArgs
+parser = argparse.ArgumentParser()
+ServerArgs.add_cli_args(parser)
+""",
+}
+LOOK = """
+lines = json.load(sys.stdin)
+spellings = {option: action.dest for action in parser._actions for option in action.option_strings}
+found = [{k: v for k, v in vars(parser.parse_args(words)).items() if isinstance(v, (int, float, str, bool))}
+         for words in lines]
+print("\\n" + json.dumps([spellings, found]))
+"""
+LARGE = {  # the flags of a large engine: (its own, what they make of it)
+    "vllm": (["--tensor-parallel-size", "8", "--data-parallel-size", "2", "--enable-expert-parallel", "--nnodes", "2",
+              "--gpu-memory-utilization", "0.85"], {"tp": 8, "dp": 2, "ep": 16, "nodes": 2, "workers": 16}),
+    "sglang": (["--tp-size", "16", "--ep-size", "16", "--dp-size", "4", "--enable-dp-attention", "--nnodes", "2",
+                "--mem-fraction-static", "0.85"], {"tp": 16, "dp": 4, "ep": 16, "nodes": 2, "workers": 16}),
+}
+DESTINATIONS = {
+    "vllm": {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_size", "dp": "data_parallel_size",
+             "nodes": "nnodes"},
+    "sglang": {"tp": "tp_size", "pp": "pp_size", "dp": "dp_size", "ep": "ep_size", "nodes": "nnodes"},
+}
+
+
+def ask(engine: str, lines: list[list[str]]) -> tuple[dict[str, str], list[dict[str, object]]]:
+    done = subprocess.run([python_of(engine), "-c", PARSE[engine] + LOOK], input=json.dumps(lines), text=True,
+                          capture_output=True, timeout=250, check=False,
+                          env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    spellings, found = json.loads(done.stdout.strip().splitlines()[-1])
+    return spellings, found
+
+
+def command(engine: str, **settings: object) -> list[str]:
+    """The engine's part of the command line."""
+    start = EngineStart("/models/x", "bfloat16", 1, 256, "/tmp/url", **settings)  # type: ignore[arg-type]
+    words = load_engine_kind(engine).command(start)
+    return words[words.index("--") + 1 :]
+
+
+@pytest.mark.timeout(300)
+def test_command_lines_and_spellings(engine: str) -> None:
+    large, sizes = LARGE[engine]
+    lines = [command(engine), command(engine, on_cpu=False, max_length=4096, host="10.0.0.7", args=tuple(large)),
+             command(engine, on_cpu=False, routed_experts=True, top_p=0.7, args=("--port", "7000"))]
+    known, _ = ask(engine, [])  # versions before have had more spellings
+    asked = [(what, DESTINATIONS[engine][what], option) for what, options in SPELLINGS[engine].items()
+             for option in options if option in known]
+    spellings, found = ask(engine, lines + [[*lines[0], option, "2"] for *_, option in asked])
+    length = {"vllm": "max_model_len", "sglang": "context_length"}[engine]
+    assert found[1][length] == 4096 and found[1]["host"] == "10.0.0.7" and found[2]["port"] == 7000
+    layout = engine_layout(engine, large)
+    assert {name: getattr(layout, name) for name in sizes} == sizes
+    for what, destination in DESTINATIONS[engine].items():
+        ours = {option for option, where in spellings.items() if where == destination}
+        assert ours <= set(SPELLINGS[engine][what]), "the engine knows a spelling that engine_layout does not"
+        if what in sizes and what != "ep":
+            assert found[1][destination] == sizes[what]
+    for (_, destination, option), values in zip(asked, found[3:], strict=True):
+        assert values[destination] == 2, option
+    assert all(option in spellings for option in SWITCHES[engine])
