@@ -44,7 +44,7 @@ def one(folder: Path, dtype: str) -> dict[str, Any]:
     from tests.tiny import samples_of
 
     platform()
-    samples = samples_of(seed=5)
+    samples = samples_of(seed=5, groups=10)
     advantages = np.random.default_rng(2).normal(size=len(samples))
     model_folder = str(folder / "model")
     store = dist.FileStore(str(folder / f"store-{os.getpid()}"), 1)
