@@ -4,8 +4,8 @@
     python -m benchmarks.gpu_step --smoke    (the same code with the CPU in the place of the GPU)
 
 Each run is a process of its own, since a process has one platform: CPU float32 first, which also fixes the old
-log-probs, then CUDA float32 and bfloat16. Compared, relative to the largest element: log-probs, loss, gradient norm,
-gradients and updated parameters by Hugging Face name. Each run then pushes its weights through the whole sync path
+log-probs, then CUDA float32 and bfloat16. Compared (TOLERANCE): log-probs, loss, gradient norm, gradients and updated
+parameters by Hugging Face name. Each run then pushes its weights through the whole sync path
 (plan, gather, buckets, checksums) into an in-process double of an engine, which must hold the parameters bitwise. Exit
 status 1 when something is off. The model, the samples and the double are those of the tests.
 """
@@ -22,7 +22,14 @@ from typing import Any
 
 import numpy as np
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
+TOLERANCE = {
+    "float32": {"logprobs": 1e-4, "loss": 1e-4, "gradient norm": 1e-4, "gradient": 1e-4, "updated": 1e-4},
+    # a token near a tie of the router goes to another expert: gradients are compared as one vector, by its length
+    "bfloat16": {"logprobs": 0.05, "loss": 0.05, "gradient norm": 0.05, "all gradients": 0.3, "updated": 0.05},
+}
+"""What is compared, and the largest difference that passes, relative to the largest element ("all gradients": length of
+the difference over the length)."""
+
 LEAST_SIZE = 1e-7  # every compared tensor has a larger element
 
 
@@ -112,21 +119,28 @@ def start(folder: Path, name: str, platform: str, dtype: str) -> dict[str, np.nd
         return {key: saved[key] for key in saved.files}
 
 
-def compare(got: dict[str, np.ndarray], want: dict[str, np.ndarray], tolerance: float) -> list[str]:
+def compare(got: dict[str, np.ndarray], want: dict[str, np.ndarray], tolerance: dict[str, float]) -> list[str]:
     """Prints the worst of each kind; returns what is off."""
     assert got.keys() == want.keys()
     worst: dict[str, tuple[float, str]] = {}
     off = []
     for key, value in want.items():
+        kind = key.split()[0] if key.startswith(("gradient of", "updated")) else key
         largest = float(np.abs(value).max())
         assert largest > LEAST_SIZE, f"{key}: nothing to compare"
         error = float(np.abs(got[key] - value).max()) / largest
-        kind = key.split()[0] if key.startswith(("gradient of", "updated")) else key
         worst[kind] = max(worst.get(kind, (0.0, "")), (error, key))
-        if not error <= tolerance:
+        if not error <= tolerance.get(kind, np.inf):
             off.append(f"{key}: {error:.1e}")
+    names = [key for key in want if key.startswith("gradient of")]
+    whole = [np.concatenate([values[name].ravel() for name in names]) for values in (got, want)]
+    distance = float(np.linalg.norm(whole[0] - whole[1]) / np.linalg.norm(whole[1]))
+    worst["all gradients"] = (distance, "all gradients")
+    if not distance <= tolerance.get("all gradients", np.inf):
+        off.append(f"all gradients: {distance:.1e}")
     for kind, (error, key) in worst.items():
-        print(f"  {kind:14} {error:.1e}   {key if key != kind else ''}")
+        bound = f"<= {tolerance[kind]:.0e}" if kind in tolerance else "(not bounded)"
+        print(f"  {kind:14} {error:.1e} {bound}   {key if key != kind else ''}")
     return off
 
 
@@ -153,7 +167,7 @@ def main() -> int:
         save_model(folder / "model", "moe")
         want = start(folder, "reference", "cpu", "float32")
         for dtype, tolerance in TOLERANCE.items():
-            print(f"{other} {dtype} against cpu float32, relative to the largest element (<= {tolerance})")
+            print(f"{other} {dtype} against cpu float32")
             off += compare(start(folder, f"{other}-{dtype}", other, dtype), want, tolerance)
     print("\n".join(off) if off else "all within tolerance; every push arrived bitwise")
     return 1 if off else 0
