@@ -140,7 +140,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--csv", help="write every round to this file")
     args = parser.parse_args()
-    load = os.getloadavg()[0]
+    load, measured = os.getloadavg()[0], commit()
     runs, found = measure(args)
     print(f"{'contender':24} {'CPU s':>7} {'peak MB':>8}   rounds")
     for run in runs:
@@ -158,7 +158,7 @@ def main() -> int:
         "sizes": {"tokens": args.tokens, "hidden": args.hidden, "vocab": args.vocab, "threads": args.threads,
                   "rounds": args.rounds},
         "machine": machine(), "wait_policy": os.environ["OMP_WAIT_POLICY"],
-        "load_average_at_start": load, "commit": commit(),
+        "load_average_at_start": load, "commit": measured,
     }))
     return 0 if all(ratio.good for ratio in found) else 1
 

@@ -64,8 +64,9 @@ def make_problem(tokens: int, hidden: int, vocab: int, dtype: torch.dtype = torc
 def _exact_logprobs(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """float32 log-probs, a few rows at a time, by torch's own cross entropy."""
     rows = []
+    wide = weight.float().t()
     for part, y in zip(x.split(256), targets.split(256), strict=True):
-        rows.append(-torch.nn.functional.cross_entropy(part.float() @ weight.float().t(), y, reduction="none"))
+        rows.append(-torch.nn.functional.cross_entropy(part.float() @ wide, y, reduction="none"))
     return torch.cat(rows)
 
 
@@ -114,7 +115,7 @@ def cache(problem: Problem) -> Tensor:
                  * problem.weight.element_size() // 8)
 
 
-def liger(problem: Problem) -> Tensor:
+def liger(problem: Problem, compiled: bool = False) -> Tensor:
     """Liger wants rectangles: the sequences are padded to the longest, here by two tokens of 2048."""
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
@@ -122,7 +123,7 @@ def liger(problem: Problem) -> Tensor:
         return torch.nn.utils.rnn.pad_sequence(list(values.split(problem.lengths)), batch_first=True)
 
     loss = LigerFusedLinearGRPOLoss(
-        beta=0.0, compiled=False, use_ref_model=False, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH,
+        beta=0.0, compiled=compiled, use_ref_model=False, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH,
         loss_type="luspo", importance_sampling_level="sequence", temperature=1.0)
     return loss(rectangle(problem.hidden), problem.weight, rectangle(problem.targets),  # type: ignore[no-any-return]
                 rectangle(torch.ones_like(problem.targets)), problem.advantages,
