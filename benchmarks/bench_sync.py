@@ -1,13 +1,13 @@
 """Weight sync against the raw link: a 1 GB model, 4 trainer ranks to one receiver over gloo, checksums on.
 
-    make bench-sync        (or: python -m benchmarks.bench_sync [--gigabytes 1] [--bucket-mb 32] [--layout tp2xep4])
+    make bench-sync        (or: python -m benchmarks.bench_sync [--gigabytes 1] [--bucket-mb 48] [--layout tp2xep4])
 
 The model has Qwen3-30B-A3B's proportions (19 of 20 bytes are experts), random weights and no forward pass. In the same
 run, between the same processes: raw bandwidth (256 MB send/recv from each sender to the receiver, best of 5) and the
 push (plan, gather, checksums at both ends, load into the receiver's own tensors). Then the plan of the real model and
 the seconds that its bytes take at given link rates. Prints the ratio, the peak extra memory of each sender in buckets,
-and whether both meet their bounds; exit code 1 where one does not. The
-last line is all of it as JSON. Run it on an idle machine: other work hurts the push more than the short raw transfers.
+and whether both meet their bounds; exit code 1 where one does not. The last line is all of it as JSON. Run it on an idle
+machine: other work hurts the push more than the short raw transfers.
 
 Left out: real engines' own loading, NCCL.
 """
@@ -262,7 +262,7 @@ def projection(link_rate: float, gather_rate: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--bucket-mb", type=int, default=32)
+    parser.add_argument("--bucket-mb", type=int, default=48)
     parser.add_argument("--layout", default="tp2xep4", help="of the 4 ranks: parts tpN, ppN, epN joined by x")
     parser.add_argument("--verify", default="full", choices=("off", "sample", "full"))
     parser.add_argument("--link-gb-s", type=float, nargs="+", default=[50.0, 400.0],

@@ -120,7 +120,8 @@ def _command(start: EngineStart) -> list[str]:
     if start.max_length:
         flags += ["--max-model-len", str(start.max_length)]
     if start.on_cpu:
-        flags += ["--enforce-eager", "--max-num-seqs", "64"]
+        # With prompts in chunks vLLM 0.32 turns the generator of a seed back, which a CPU's cannot: the engine ends.
+        flags += ["--enforce-eager", "--max-num-seqs", "64", "--no-enable-chunked-prefill"]
     return [start.python, str(serve), "vllm", "--owned", "--port-file", start.port_file, "--", *flags, *start.args]
 
 

@@ -74,6 +74,8 @@ def test_a_run_whose_engines_are_killed(project: Project, engine: str, by_hf: li
     with command(flags, tmp_path / "output", GRADED=str(graded), E2E_REWARD_SECONDS="0.05") as run:
         run.until(lambda: len(rows(run_dir)) >= 1)
         first, second = serving(run)
+        pushed = log.read_text().count("weight version ")
+        run.until(lambda: log.read_text().count("weight version ") > pushed)  # a rollout begins
         os.kill(first, signal.SIGSTOP)  # so that it certainly has a request when it is killed
         time.sleep(2)
         os.kill(first, signal.SIGKILL)
