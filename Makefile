@@ -8,7 +8,7 @@ SHELL := /bin/bash
 
 PYTHON ?=
 TORCH_INDEX_URL ?=
-TESTS ?= tests
+TESTS ?= tests/unit tests/distributed tests/e2e
 PYTEST_ARGS ?=
 ARGS ?=
 DEMO_ARGS ?=
@@ -61,7 +61,7 @@ lint: setup ## style, types, and the directions of imports
 	$(BIN)/lint-imports --no-logo
 
 .PHONY: test
-test: setup ## run all tests
+test: setup ## run all tests but those with real engines and those on Slurm
 	$(BIN)/python -m pytest $(TESTS) $(PYTEST_ARGS)
 
 .PHONY: test-slurm

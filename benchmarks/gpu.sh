@@ -2,7 +2,7 @@
 # Everything that wants one GPU, under 9 minutes: loss stage (6), then a train step and a weight push (3).
 # usage: benchmarks/gpu.sh [OUT_FOLDER]      output and CSV go there; --smoke as second word runs it tiny on the CPU
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 out=${1:-runs/gpu}
 shift $(( $# > 0 ? 1 : 0 ))
 mkdir -p "$out"

@@ -4,18 +4,16 @@ The actor starts in the given layout and pushes its weights; the engines sample;
 log-probs of what was sampled, at the sampling temperature. Checksums of every tensor tell differing weights from
 differing numerics (report/parity.py). Exit code 1 when something differs by more than the tolerance.
 
-Left out: per-tensor checksums of engines that store fused tensors; transformers runs in one process, on the CPU, and
-needs the whole model in its memory (`--reference false` leaves it out).
+Left out: per-tensor checksums of engines that store fused tensors; transformers runs in rank 0's process, on the CPU,
+and needs the whole model in its memory (`--reference false` leaves it out).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +109,7 @@ def actor_logprobs(actor: Any, samples: list[Sample], config: ParityConfig) -> l
 
 
 def reference_logprobs(folder: str, samples: list[Sample], dtype: str, temperature: float) -> list[np.ndarray]:
-    """The same by transformers, one sequence at a time, in this process (no rank's)."""
+    """The same by transformers, one sequence at a time, in this process."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -173,10 +171,7 @@ def _report(config: ParityConfig, actor: Any, samples: list[Sample], ours: list[
                compare_logprobs(ACTOR, f"{kind} engine", ours, rollout))
               for name, theirs in sorted(engines.items())]
     if config.reference:
-        # in a process of its own: transformers' numbers are others in one that is part of a distributed world
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            reference = pool.submit(reference_logprobs, config.model.hf, samples, config.model.dtype,
-                                    config.rollout.temperature).result()
+        reference = reference_logprobs(config.model.hf, samples, config.model.dtype, config.rollout.temperature)
         on_disk = folder_checksums(config.model.hf, actor.table.hf_shapes, config.model.dtype)
         checks.insert(0, (compare_weights(REFERENCE, ACTOR, on_disk, checksums),
                           compare_logprobs(REFERENCE, ACTOR, reference, ours)))
