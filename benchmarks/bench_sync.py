@@ -6,8 +6,8 @@ The model has Qwen3-30B-A3B's proportions (19 of 20 bytes are experts), random w
 run, between the same processes: raw bandwidth (256 MB send/recv from each sender to the receiver, best of 5) and the
 push (plan, gather, checksums at both ends, load into the receiver's own tensors). Then the plan of the real model and
 the seconds that its bytes take at given link rates. Prints the ratio, the peak extra memory of each sender in buckets,
-and whether both meet their bounds; exit code 1 where one does not. The last line is all of it as JSON. Run it on an idle
-machine: other work hurts the push more than the short raw transfers.
+and whether both meet their bounds; exit code 1 where one does not. The last line is all of it as JSON. Run it on an
+idle machine: other work hurts the push more than the short raw transfers.
 
 Left out: real engines' own loading, NCCL.
 """
