@@ -151,12 +151,16 @@ def test_changed_bytes_are_refused_naming_source_tensor_and_bucket(
 def test_a_member_that_leaves_is_noticed_at_once() -> None:
     store, host, port = host_store()
     bucket = Bucket(0, 4, (TensorSlice("w", "float32", (1,), 0, 1, 0),))
+    joined = threading.Event()
 
     def send() -> None:
-        ProcessGroupSender(host, port, 1, 0, 2, 60).close()
+        sender = ProcessGroupSender(host, port, 1, 0, 2, 60)
+        joined.wait(30)
+        sender.close()
 
     def receive() -> float:
         receiver = ProcessGroupReceiver(EngineConnection(host, port, 1, (0,), 2, 1, 60))
+        joined.set()
         start = time.monotonic()
         with pytest.raises(TransferError, match="source 0.*w"):
             receiver.receive(bucket)
