@@ -6,6 +6,7 @@ reached through a path with spaces.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -65,8 +66,11 @@ def test_every_script_is_here() -> None:
     *((recipe, "sglang") for recipe in RECIPES), ("qwen3_moe/luspo-qwen3_30b_a3b-4n8g-disaggregated", "vllm")])
 def test_a_recipe(cluster: Cluster, examples: Path, recipe: str, engine: str, tmp_path: Path) -> None:
     trainers, engines = RECIPES[recipe]
-    job = submit(cluster, examples, recipe, tmp_path, ENGINE=engine)
+    python = Path(os.environ.get("ENGINE_VENVS") or ROOT / ".venv-engines") / engine / "bin/python"
+    there = {"ENGINE_PYTHON": str(python)} if python.exists() else {}
+    job = submit(cluster, examples, recipe, tmp_path, ENGINE=engine, **there)
     assert job.wait() == "COMPLETED", job.said
+    assert ("its own parser takes its flags" if there else "its flags are not checked") in job.said
     assert "It fits." in job.said
     assert f"dry run: {8 * trainers} ranks on {trainers} nodes have found each other" in job.said
     lines = re.findall(r"  (n\d+): ranks (\d+)-(\d+) \(8\), GPUs 0,1,2,3,4,5,6,7\n", job.said)

@@ -106,6 +106,17 @@ def test_the_text_shows_every_section() -> None:
         assert words in out
 
 
+def test_colocated_trainers_need_host_memory_for_what_they_lend() -> None:
+    """Parameters and optimizer of 8 ranks of one node, while engines of the same GPUs generate."""
+    recipe = str(EXAMPLES / "qwen3_moe/luspo-qwen3_30b_a3b-4n8g.yaml")
+    found = json.loads(plan(recipe, "--model.hf", str(QWEN30), "--json")[1])
+    apart = json.loads(plan(recipe, "--model.hf", str(QWEN30), "--json", "--launch.engine_nodes", "4")[1])
+    stage = found["stages"][0]
+    assert found["host_per_node"] - apart["host_per_node"] == 8 * (stage["parameters"] + stage["optimizer"])
+    assert [place["node"] for place in apart["places"]] == [4, 4, 5, 5, 6, 6, 7, 7]
+    assert [place["ranks"] for place in found["places"]][:2] == [[0, 3], [4, 7]]
+
+
 def test_all_violations_at_once_with_mends() -> None:
     code, out, _ = plan("--model.hf", str(QWEN30), "--data.prompts", "x.jsonl", "--parallel.world_size", "12",
                         "--parallel.tp", "3", "--parallel.pp", "5", "--parallel.ep", "7", "--optimizer.lr", "0")
