@@ -127,6 +127,10 @@ class RolloutConfig:
     """Python interpreter of the environment that the engine is installed in; empty: this program's own."""
     engine_env: tuple[str, ...] = ()
     """Environment variables of the engines, each as NAME=value."""
+    hand_over: Literal["auto", "on", "off"] = "auto"
+    """Trainer and engines take turns with the memory of the GPUs that they share: while the engines generate, the
+    trainer's lies in host memory, and while it trains, the engines sleep. auto: on GPUs, where the run starts vLLM or
+    SGLang on the trainers' nodes."""
     in_flight_updates: bool = False
     """vLLM and SGLang: a weight push freezes running sequences, which go on under the new weights; otherwise it waits
     for them."""

@@ -95,6 +95,9 @@ def check_rollout(rollout: RolloutConfig) -> Iterator[Violation]:
     if not 1 <= rollout.min_engines <= engines:
         yield Violation("--rollout.min_engines", rollout.min_engines, f"there are {engines} engines; take 1 to "
                         f"{engines}")
+    if rollout.hand_over == "on" and rollout.in_flight_updates:
+        yield Violation("--rollout.in_flight_updates", True, "engines that sleep between rollouts have nothing in "
+                        "flight; take --rollout.hand_over off for engines with GPUs of their own")
     yield from at_least("--rollout.restart_timeout", rollout.restart_timeout, 0)
     for name in ("max_retries", "max_extra_rounds"):
         yield from at_least(f"--rollout.{name}", getattr(rollout, name), 0)

@@ -138,12 +138,21 @@ class Desk:
                 self._warn_of(self.client.statistics)
             return self._ranks.broadcast(groups)  # type: ignore[no-any-return]
 
-    def push(self, sync: Any, version: int) -> None:
-        """``sync.push(version)``, and the same again when an engine that was started again needs these weights."""
+    def push(self, sync: Any, version: int, again: Callable[[], None] | None = None) -> None:
+        """``sync.push(version)``, and ``again`` (the same) when an engine that was started again needs these
+        weights."""
         if self.client is not None:
             self.client.push_version = version
         sync.push(version)
-        self._push_again = lambda: sync.push(version)
+        self._push_again = again or (lambda: sync.push(version))
+
+    def sleep(self) -> None:
+        """Engines give their memory back (hand_over.py); every rank waits for it."""
+        self._ranks.broadcast(None if self.client is None else self.client.call("sleep"))
+
+    def wake(self, what: str) -> None:
+        """``what``: "weights" or "kv_cache"."""
+        self._ranks.broadcast(None if self.client is None else self.client.call("wake", what=what))
 
     def _wait_and_push(self, handle: Any) -> None:
         """Every rank waits for the controller's answer, or until rank 0 is asked to stop, and pushes the current
@@ -177,8 +186,6 @@ class Desk:
         """pass@1, pass@k and greedy on the held-out prompts; all of them when `full`. On every rank: False when rank 0
         was asked to stop before the answers came."""
         config = self._config
-        if not config.data.eval_prompts:
-            return True
         handle: Any = None
         with self.phase("eval"):
             if self.client is not None:

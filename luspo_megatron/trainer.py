@@ -1,7 +1,7 @@
 """`luspo train`: the loop. One step is rollout, reward, advantages, old log-probs, mini-batch updates, weight sync.
 
 Read `train` top to bottom. Every rank runs it; rank 0 alone talks to the controller (rollouts and rewards) and to the
-person (report). Left out here: asynchronous rollouts, rollout correction, colocated memory hand-over.
+person (report). Left out here: asynchronous rollouts, rollout correction.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from luspo_megatron import run
+from luspo_megatron import hand_over, run
 from luspo_megatron.config import Config, SftConfig
 from luspo_megatron.launch.stop import install as install_stop
 from luspo_megatron.types import Group
@@ -46,13 +47,23 @@ def train(config: Config) -> None:
         if found is not None:
             state |= checkpoint.load(actor, found)
         state["model"] = dataclasses.asdict(config.model)
+        memory = shared_memory(config, ranks, actor, reference)
         desk = stack.enter_context(front_desk(config, ranks, state, found is not None, began))
         sync = stack.enter_context(contextlib.closing(weight_sync(config, actor, desk)))
-        with desk.phase("sync"):
-            desk.push(sync, state["weight_version"])
+
+        def push(again: Callable[[], None] | None) -> None:
+            with desk.phase("sync"):
+                desk.push(sync, state["weight_version"], again)
+
+        engines = hand_over.AlwaysReady(push) if memory is None else hand_over.TakeTurns(memory, desk, push)
+        engines.start()
+
+        def evaluate(step: int, full: bool) -> bool:
+            return not config.data.eval_prompts or engines.generating(lambda: desk.evaluate(step, full=full))
+
         done = state["step"]
         due = done == 0 or (state.get("evaluation_due") and not desk.evaluated(done))
-        if due and not desk.evaluate(done, full=done in (0, config.run.steps)):
+        if due and not evaluate(done, full=done in (0, config.run.steps)):
             desk.stopped(done)  # what was saved says that this evaluation is due
             return
         state["evaluation_due"] = False
@@ -71,7 +82,7 @@ def train(config: Config) -> None:
 
         for step in range(state["step"] + 1, config.run.steps + 1):
             desk.begin(step)
-            groups: list[Group] | None = desk.rollout(step)
+            groups: list[Group] | None = engines.generating(lambda: desk.rollout(step))  # noqa: B023
             if groups is None:  # asked to stop: the rollout, which can take long, is given up and drawn again on resume
                 if saved_step < step - 1:
                     save(step - 1)
@@ -104,8 +115,7 @@ def train(config: Config) -> None:
                     state["updates"] += 1
                     phase.advance()
             state |= {"step": step, "weight_version": state["weight_version"] + 1}
-            with desk.phase("sync"):
-                desk.push(sync, state["weight_version"])
+            engines.trained()
             old_logprobs = gather_old_logprobs(ranks, mini_batches, old)
             expert_load = ranks.gather(actor.expert_load.take())
             desk.report(step, groups, lambda: load_metrics(expert_load) | step_metrics(  # noqa: B023
@@ -116,7 +126,7 @@ def train(config: Config) -> None:
             state["controller"] = desk.controller_state()
             due = last or bool(config.eval.every and step % config.eval.every == 0)
             if due and not stopping:
-                stopping = not desk.evaluate(step, full=last)
+                stopping = not evaluate(step, full=last)
                 due = stopping
             state["evaluation_due"] = due  # an evaluation that a request to stop leaves out is the resumed run's
             if last or stopping or (config.checkpoint.every and step % config.checkpoint.every == 0):
@@ -138,6 +148,19 @@ def reference_policy(config: Config, ranks: Any) -> Any:
     return run.build_actor(ranks, config.model, config.parallel, config.optimizer, config.batch,
                            loss=config.loss, temperature=config.rollout.temperature, trainable=False,
                            weights=config.model.ref_hf or None)
+
+
+def shared_memory(config: Config, ranks: Any, *actors: Any) -> Any:
+    """The trainer's memory where engines take turns with it, already handed over: the engines start next. Else None."""
+    if not hand_over.hands_over(config.rollout, config.launch, actors[0].device.type == "cpu"):
+        return None
+    from luspo_megatron.actor.offload import TrainerMemory
+
+    memory = TrainerMemory(*(actor for actor in actors if actor is not None))
+    memory.offload_optimizer()
+    memory.offload_actor()
+    ranks.broadcast(None)  # rank 0 starts engines when the GPUs of all ranks are free
+    return memory
 
 
 def weight_sync(config: Config, actor: Any, desk: Any) -> Any:

@@ -156,6 +156,25 @@ class ActorMemory:
                 "optimizer": self._optimizer.nbytes}
 
 
+class TrainerMemory:
+    """The memory of several actors of one process (the policy and a frozen reference), handed over together."""
+
+    def __init__(self, *actors: Any) -> None:
+        self._actors = [ActorMemory(actor) for actor in actors]
+
+    def offload_optimizer(self) -> None:
+        for actor in self._actors:
+            actor.offload_optimizer()
+
+    def offload_actor(self) -> None:
+        for actor in self._actors:
+            actor.offload_actor()
+
+    def onload(self) -> None:
+        for actor in self._actors:
+            actor.onload()
+
+
 def release_free_memory(device: torch.device) -> None:
     """Gives what this process has freed back to the device or, on CPU, to the system."""
     if device.type == "cuda":

@@ -27,6 +27,7 @@ from luspo_megatron.reward.pool import RewardPool
 from luspo_megatron.rollout.engine import GenerateRequest, Generation, load_engine_kind
 from luspo_megatron.rollout.fleet import Fleet
 from luspo_megatron.rollout.sampling import SamplingPlan, all_equal, mean_length, pass_rates
+from luspo_megatron.rollout.starter import with_hand_over
 from luspo_megatron.rollout.wire import group_to_dict
 from luspo_megatron.types import Group, Prompt, Sample
 
@@ -58,7 +59,7 @@ class Controller:
     """The methods named in ``METHODS`` are what the client may call; parameters and results are JSON-able."""
 
     METHODS = ("next_batch", "evaluate", "connect_weights", "update_weights", "weights_status",
-               "weights_checksums", "state", "load_state")
+               "weights_checksums", "sleep", "wake", "state", "load_state")
 
     def __init__(self, config: Config, fleet: Fleet, rewards: RewardPool, tokenizer: TextTokenizer,
                  train_prompts: list[Prompt], eval_prompts: list[Prompt]) -> None:
@@ -77,7 +78,8 @@ class Controller:
         train: list[Prompt] = load_prompts(config.data, tokenizer, "train", seed) if config.data.prompts else []
         held_out: list[Prompt] = load_prompts(config.data, tokenizer, "eval", seed) if config.data.eval_prompts else []
         rewards = RewardPool(config.reward)
-        fleet = Fleet(config.rollout, kind, model=config.model.hf, dtype=config.model.dtype, folder=run_dir / "logs",
+        fleet = Fleet(with_hand_over(config), kind, model=config.model.hf, dtype=config.model.dtype,
+                      folder=run_dir / "logs",
                       verify=config.weight_sync.verify == "full", routing=routing_of(config.model.hf),
                       max_length=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
                       registry=registry_of(config, run_dir))
@@ -252,6 +254,12 @@ class Controller:
 
     async def update_weights(self, manifest: Json) -> None:
         await self.fleet.update_weights(manifest)
+
+    async def sleep(self) -> None:
+        await self.fleet.sleep()
+
+    async def wake(self, what: str) -> None:
+        await self.fleet.wake(what)
 
     async def weights_checksums(self) -> Json:
         """{engine: {tensor: checksum}}; None for an engine whose kind gives none per tensor (on-disk names)."""

@@ -84,6 +84,13 @@ class RolloutEngine(Protocol):
         """Take one whole push, in this order: pause, load, flush the caches, set the version, resume. The cache goes
         after the load, because what is computed before belongs to the old weights."""
 
+    async def sleep(self) -> None:
+        """Weights and KV cache are given back; nothing is generated before `wake` ("weights", then, after a push,
+        "kv_cache")."""
+
+    async def wake(self, what: str) -> None:
+        """``what``: "weights" or "kv_cache"."""
+
     async def close(self) -> None: ...
 
 
@@ -92,7 +99,7 @@ class EngineStart:
     """What a kind's start command is built from. ``verify``: read loaded weights back after a push; ``args``: flags of
     the engine itself, which win over ours; ``python``: the interpreter of the engine's environment; ``max_length``:
     tokens of the longest prompt and response together, 0: the engine's own limit; ``host``: address to listen on
-    and to be reached at, empty: loopback."""
+    and to be reached at, empty: loopback; ``sleeps``: it must be able to give its memory back."""
 
     model: str
     dtype: str
@@ -108,6 +115,7 @@ class EngineStart:
     routed_experts: bool = False
     on_cpu: bool = True
     host: str = ""
+    sleeps: bool = False
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,8 @@ class Fleet(EngineKeeper):
         self._late: set[asyncio.Task[None]] = set()  # calls of a push that has failed elsewhere
         self.on_stale = on_stale
         self._short_since: float | None = None  # since when fewer than min_engines are healthy
+        self._awake = asyncio.Event()  # cleared while engines sleep: their GPUs' memory is then the trainer's
+        self._awake.set()
 
     # ---- generating ------------------------------------------------------------------------------------------
 
@@ -59,7 +61,9 @@ class Fleet(EngineKeeper):
             self._short_since = None
         elif self._short_since is None:
             self._short_since = time.monotonic()
-        if self.stale and self.on_stale is not None:
+        # where the trainer's memory is handed over, a push in mid-rollout needs all of it: only when none serves
+        late = self.stale and self._awake.is_set() and not (self.config.hand_over == "on" and self._serving())
+        if late and self.on_stale is not None:
             self.on_stale()
 
     async def generate(self, request: GenerateRequest) -> list[Generation]:
@@ -211,6 +215,39 @@ class Fleet(EngineKeeper):
             self.weight_version = version
             self._changed.notify_all()
         log.info("weight version %d is on %s", version, ", ".join(slot.name for slot in members))
+
+    # ---- memory (hand_over.py) -----------------------------------------------------------------------------------
+
+    async def sleep(self) -> None:
+        """Every engine gives its memory back. One that is just being started (again) comes up first."""
+        async with self._changed:
+            while any(not slot.ready and not slot.lost for slot in self.slots):
+                await self._changed.wait()
+            self._awake.clear()
+        members = [slot for slot in self.slots if slot.ready and not slot.asleep]
+        await self._on_all(members, lambda slot, client: client.sleep())
+        for slot in members:
+            slot.asleep, slot.weight_version = True, -1
+        log.info("asleep: %s", ", ".join(slot.name for slot in members))
+
+    async def wake(self, what: str) -> None:
+        """``what``: "weights" or "kv_cache"; afterwards an engine that has died meanwhile may be started again. Where
+        none is left alive that happens at once, since the next push needs one."""
+        if not any(slot.ready for slot in self.slots):
+            self._awake.set()
+            async with self._changed:
+                while not any(slot.ready for slot in self.slots) and not all(slot.lost for slot in self.slots):
+                    await self._changed.wait()
+        members = [slot for slot in self.slots if slot.ready and slot.asleep]
+        await self._on_all(members, lambda slot, client: client.wake(what))
+        log.info("%s awake: %s", what, ", ".join(slot.name for slot in members))
+        if what == "kv_cache":
+            for slot in members:
+                slot.asleep = False
+            self._awake.set()
+
+    async def _may_start(self) -> None:
+        await self._awake.wait()
 
     async def _on_all(self, slots: list[Slot], action: Callable[[Slot, RolloutEngine], Any]) -> None:
         """Run ``action`` on all at once. The first error is raised as soon as it comes, with its engine's name: the

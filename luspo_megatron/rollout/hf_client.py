@@ -49,6 +49,12 @@ class HfClient(HttpEngine):
         await self._call("POST", "/flush", {}, 60.0)
         await self._call("POST", "/resume", {"version": manifest["version"]}, 60.0)
 
+    async def sleep(self) -> None:
+        await self._call("POST", "/sleep", {}, self._timeout)
+
+    async def wake(self, what: str) -> None:
+        await self._call("POST", "/wake", {"what": what}, self._timeout)
+
 
 def _command(start: EngineStart) -> list[str]:
     return [sys.executable, "-m", "luspo_megatron.rollout.hf_server", "--owned", "--model", start.model,

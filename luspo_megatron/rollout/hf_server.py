@@ -49,7 +49,8 @@ class HfEngine:
         self.complete = True  # False once a push broke off half way: the weights belong to no version
         self.events: deque[str] = deque(maxlen=200)  # pause, load, flush, version, resume
         self.served: int = 0
-        self._locations = on_disk_locations(model)
+        self._locations = on_disk_locations(model)  # empty while it sleeps
+        self._shapes: dict[Any, torch.Size] = {}
         self._loaded: int | None = None  # version of a loaded push that is not in force yet
         self._flushed = False
         self._receiver: Receiver | None = None
@@ -180,6 +181,24 @@ class HfEngine:
         self.events.append("resume")
         self._resumed.set()
 
+    async def sleep(self) -> None:
+        """The weights are dropped, when nothing is running any more; a push has to follow `wake`."""
+        await self.pause()
+        self.complete = False
+        self._locations = {}
+        for parameter in self.model.parameters():
+            self._shapes.setdefault(parameter, parameter.shape)
+            parameter.data = parameter.new_empty(0)
+        self.events.append("sleep")
+
+    async def wake(self, what: str) -> None:
+        """"weights": memory for them; "kv_cache": this engine keeps none between requests."""
+        if what == "weights" and not self._locations:
+            for parameter, shape in self._shapes.items():
+                parameter.data = parameter.new_empty(shape)
+            self._locations = on_disk_locations(self.model)
+        self.events.append(f"wake {what}")
+
     def close(self) -> None:
         self._disconnect()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -236,10 +255,18 @@ def make_app(engine: HfEngine, token: str) -> web.Application:
         engine.resume((await request.json()).get("version"))
         return web.json_response({})
 
+    async def sleep(_: web.Request) -> web.Response:
+        await engine.sleep()
+        return web.json_response({})
+
+    async def wake(request: web.Request) -> web.Response:
+        await engine.wake((await request.json())["what"])
+        return web.json_response({})
+
     app = web.Application(middlewares=[guard], client_max_size=2**30)
     app.router.add_get("/health", health)
     app.router.add_get("/weights_checksums", weights_checksums)
-    for handler in (generate, pause, connect_weights, update_weights, flush, resume):
+    for handler in (generate, pause, connect_weights, update_weights, flush, resume, sleep, wake):
         app.router.add_post(f"/{handler.__name__}", handler)
     return app
 

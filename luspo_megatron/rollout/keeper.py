@@ -56,6 +56,7 @@ class Slot:
     silent_since: float = 0.0
     suspect: bool = False  # a request has failed; ask how it is before giving it another
     busy: bool = False
+    asleep: bool = False  # its memory is the trainer's
     lost: str = ""  # why it is out of the run for good
 
     @property
@@ -131,7 +132,7 @@ class EngineKeeper:
             return await self._bring_up(slot)
         slot.weight_version, slot.max_requests = info.weight_version, max(1, info.max_requests)
         slot.num_workers, slot.connected = info.num_workers, -1
-        slot.failures, slot.silences, slot.suspect, slot.busy = 0, 0, False, False
+        slot.failures, slot.silences, slot.suspect, slot.busy, slot.asleep = 0, 0, False, False, False
         await self._set_ready(slot, True)
         log.info("%s serves at %s", slot.name, slot.url)
 
@@ -158,6 +159,7 @@ class EngineKeeper:
             if slot.restarts == MAX_RESTARTS:
                 await self._give_up(slot, f"it was started again {MAX_RESTARTS} times; {end}")
                 return
+            await self._may_start()
             slot.restarts += 1
             self.counts["engine_restarts"] += 1
             log.warning("%s is started again (%d of at most %d times)", slot.name, slot.restarts, MAX_RESTARTS)
@@ -167,6 +169,9 @@ class EngineKeeper:
                 if slot.process is not None:
                     await asyncio.to_thread(slot.process.stop)
                 log.warning("%s", error)
+
+    async def _may_start(self) -> None:
+        """Returns when an engine that has ended may be started again."""
 
     async def _ask(self, slot: Slot) -> None:
         """A health check. An engine that fails a request but answers here is well again; a silent one is ended."""

@@ -149,6 +149,8 @@ def _command(start: EngineStart) -> list[str]:
              # Without it SGLang ignores the seeds of requests.
              "--enable-deterministic-inference", "--sampling-backend", "pytorch",
              "--skip-server-warmup", "--log-level", "warning", "--skip-tokenizer-init"]
+    if start.sleeps:
+        flags += ["--enable-memory-saver"]
     if start.host:
         flags += ["--host", start.host]
     if start.max_length:

@@ -7,6 +7,7 @@ device file.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import glob
 import os
 import shlex
@@ -17,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from luspo_megatron.config import RolloutConfig
+from luspo_megatron.config import Config, RolloutConfig
 from luspo_megatron.errors import RunError, UserError
+from luspo_megatron.hand_over import hands_over
 from luspo_megatron.rollout.engine import EngineKind, EngineStart
 from luspo_megatron.rollout.engine_layout import EngineLayout, engine_layout
 from luspo_megatron.rollout.processes import EngineProcess, OwnProcess, next_log_path
@@ -51,6 +53,12 @@ def gpus_of(index: int, config: RolloutConfig, layout: EngineLayout) -> str | No
     return ",".join(devices[index * each : (index + 1) * each])
 
 
+def with_hand_over(config: Config) -> RolloutConfig:
+    """The settings of the engines with rollout.hand_over decided: on or off."""
+    on = hands_over(config.rollout, config.launch, on_cpu())
+    return dataclasses.replace(config.rollout, hand_over="on" if on else "off")
+
+
 @dataclass(frozen=True)
 class Starter:
     """``model``: Hugging Face folder; ``folder``: where the logs go; ``verify``: engines read weights back;
@@ -72,7 +80,7 @@ class Starter:
             self.model, self.dtype, config.threads, config.batch_size, port_file, self.verify,
             args=tuple(engine_flags(config)), python=config.engine_python or sys.executable, max_length=self.max_length,
             temperature=config.temperature, top_p=config.top_p, routed_experts=config.routed_experts, on_cpu=on_cpu(),
-            host=self.host))
+            host=self.host, sleeps=config.hand_over == "on"))
 
     def environment(self, index: int) -> dict[str, str]:
         env = {TOKEN_VARIABLE: self.token, "OMP_NUM_THREADS": str(self.config.threads)}

@@ -43,7 +43,7 @@ from luspo_megatron.rollout.registry import (
     records_to_json,
     write_file,
 )
-from luspo_megatron.rollout.starter import engine_flags, gpus_of
+from luspo_megatron.rollout.starter import engine_flags, gpus_of, with_hand_over
 
 log = logging.getLogger("engines")
 
@@ -86,7 +86,7 @@ class Supervisor(EngineKeeper):
         if layout.nodes > 1:
             raise UserError(f"rollout.engine_args: an engine over {layout.nodes} nodes cannot be supervised; keep each "
                             "engine within a node, or start it by hand and name it in rollout.urls")
-        local = dataclasses.replace(config.rollout, num_engines=len(mine))
+        local = dataclasses.replace(with_hand_over(config), num_engines=len(mine))
         super().__init__(local, load_engine_kind(config.rollout.engine), model=config.model.hf,
                          dtype=config.model.dtype, folder=Path(config.run.dir) / "logs",
                          verify=config.weight_sync.verify == "full", first=mine.start, host=host_of(config),

@@ -115,6 +115,8 @@ def _command(start: EngineStart) -> list[str]:
              "--worker-extension-cls", f"{PLUGIN}.vllm_plugin.WorkerExtension",
              "--weight-transfer-config", '{"backend": "luspo"}', "--middleware", f"{PLUGIN}.token_guard.TokenGuard",
              "--enable-scale-out", "--generation-config", "vllm", "--disable-uvicorn-access-log", "--disable-log-stats"]
+    if start.sleeps:
+        flags += ["--enable-sleep-mode"]
     if start.host:
         flags += ["--host", start.host]
     if start.max_length:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from luspo_megatron.hand_over import ORDER, rollout_phase
+from luspo_megatron.config import LaunchConfig, RolloutConfig
+from luspo_megatron.hand_over import ORDER, AlwaysReady, TakeTurns, hands_over, rollout_phase
 
 
 class Recorder:
@@ -56,6 +59,52 @@ def test_order_and_what_exists_at_the_same_time() -> None:
     for held in both.most:
         assert not {"optimizer", "weights"} <= held and not {"actor", "kv_cache"} <= held
     assert both.held == {"optimizer", "actor"}
+
+
+def test_turns() -> None:
+    """Engines start awake and with weights; after a restart of all of them everything is handed over once more."""
+    both, again = Recorder(), []
+
+    def push(begin_again: Any) -> None:
+        both.push()
+        again.append(begin_again)
+
+    turns = TakeTurns(both, both, push)
+    turns.start()
+    assert both.calls == ["sleep", "onload"]
+    turns.trained()
+    assert turns.generating(both.generate) == "samples"
+    assert tuple(both.calls[2:]) == ORDER
+    del both.calls[:]
+
+    def generate() -> str:
+        again[-1]()
+        return both.generate()
+
+    assert turns.generating(generate) == "samples"
+    start = list(ORDER[: ORDER.index("generate")])
+    assert both.calls == [*start, "sleep", "onload", *start, "generate", "sleep", "onload"]
+
+
+def test_without_turns_every_version_is_pushed_once() -> None:
+    both = Recorder()
+    ready = AlwaysReady(lambda again: both.push())
+    ready.start()
+    ready.trained()
+    assert ready.generating(both.generate) == "samples" and both.calls == ["push", "push", "generate"]
+
+
+@pytest.mark.parametrize(("rollout", "launch", "on_cpu", "expected"), [
+    ({"engine": "vllm"}, {}, False, True),
+    ({"engine": "sglang"}, {"engine_nodes": 1}, False, False),
+    ({"engine": "vllm"}, {}, True, False),
+    ({"engine": "vllm", "urls": ("http://a:1",)}, {}, False, False),
+    ({"engine": "hf"}, {}, False, False),
+    ({"engine": "vllm", "hand_over": "off"}, {}, False, False),
+    ({"engine": "hf", "hand_over": "on"}, {}, True, True),
+])
+def test_when(rollout: Any, launch: Any, on_cpu: bool, expected: bool) -> None:
+    assert hands_over(RolloutConfig(**rollout), LaunchConfig(**launch), on_cpu) is expected
 
 
 @pytest.mark.parametrize("fail", ["push", "generate", "wake kv_cache"])

@@ -139,12 +139,12 @@ class Trainer:
 
     def __init__(self, client: HfClient) -> None:
         self.client, self.generation = client, 0
-        self.store, self.host, self.port = host_store()
 
     async def connect(self) -> None:
         self.generation += 1
-        connection = EngineConnection(self.host, self.port, self.generation, (0,), 2, 1, 15.0)
-        build = asyncio.to_thread(ProcessGroupSender, self.host, self.port, self.generation, 0, 2, 15.0)
+        self.store, host, port = host_store()  # a store that a push was broken off in is of no more use
+        connection = EngineConnection(host, port, self.generation, (0,), 2, 1, 15.0)
+        build = asyncio.to_thread(ProcessGroupSender, host, port, self.generation, 0, 2, 15.0)
         self.sender, _ = await asyncio.gather(build, self.client.connect_weights(connection))
 
     def send(self, manifest: Manifest, buffers: list[torch.Tensor]) -> None:
