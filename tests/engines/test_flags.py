@@ -65,12 +65,14 @@ def command(engine: str, **settings: object) -> list[str]:
 def test_command_lines_and_spellings(engine: str) -> None:
     large, sizes = LARGE[engine]
     lines = [command(engine), command(engine, on_cpu=False, max_length=4096, host="10.0.0.7", args=tuple(large)),
-             command(engine, on_cpu=False, routed_experts=True, top_p=0.7, args=("--port", "7000"))]
+             command(engine, on_cpu=False, routed_experts=True, top_p=0.7, sleeps=True, args=("--port", "7000"))]
     known, _ = ask(engine, [])  # versions before have had more spellings
     asked = [(what, DESTINATIONS[engine][what], option) for what, options in SPELLINGS[engine].items()
              for option in options if option in known]
     spellings, found = ask(engine, lines + [[*lines[0], option, "2"] for *_, option in asked])
     length = {"vllm": "max_model_len", "sglang": "context_length"}[engine]
+    sleeps = {"vllm": "enable_sleep_mode", "sglang": "enable_memory_saver"}[engine]
+    assert found[2][sleeps] is True and not found[1][sleeps]
     assert found[1][length] == 4096 and found[1]["host"] == "10.0.0.7" and found[2]["port"] == 7000
     layout = engine_layout(engine, large)
     assert {name: getattr(layout, name) for name in sizes} == sizes

@@ -256,6 +256,30 @@ def test_a_push_that_breaks_off_leaves_no_engine_serving_torn_weights(tmp_path: 
     with_engine(model, body)
 
 
+def test_asleep_it_holds_no_weights_and_wakes_for_a_push(tmp_path: Path) -> None:
+    model, other = tiny_model("moe", 1), tiny_model("moe", 2)
+    tensors = disk_tensors(other, tmp_path)
+
+    def held() -> int:
+        return sum(parameter.untyped_storage().nbytes() for parameter in model.parameters())
+
+    async def body(engine: HfEngine, client: HfClient) -> None:
+        trainer, full = Trainer(client), held()
+        await trainer.connect()
+        for version in (1, 2):
+            await client.sleep()
+            assert held() == 0 < full
+            with pytest.raises(RunError, match="incomplete"):
+                await client.generate(request())
+            await client.wake("weights")
+            assert held() == full
+            await trainer.push(*make_push(version, tensors, 20_000))
+            await client.wake("kv_cache")
+            await check_against(client, other, version)
+
+    with_engine(model, body)
+
+
 def test_a_load_that_does_not_arrive_in_the_module_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that writes somewhere else (a copy) must not pass for an update."""
     tensors = disk_tensors(tiny_model("dense", 2), tmp_path)
