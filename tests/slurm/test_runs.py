@@ -25,7 +25,7 @@ STEPS = 7
 # as sbatch --signal=B:USR1 sends it, to the batch script; and as a preemption does, to every process of the ranks' step
 SIGNALS = {"USR1": "scancel --signal=USR1 --batch $SLURM_JOB_ID", "TERM": "scancel --signal=TERM $SLURM_JOB_ID"}
 PHASES = [(1, "rollout"), (2, "reward"), (3, "old_logprobs"), (4, "train"), (5, "sync"), (6, "save")]
-EVALUATION = {"USR1": 4, "TERM": STEPS}  # one in mid-run, and the one at the end
+EVALUATION = {"USR1": 2, "TERM": STEPS}  # one in mid-run, and the one at the end
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 
