@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What LUSPO, GSPO and GRPO do to the response length of the tiny Qwen3-MoE: same cold start, same prompts, 3 seeds.
 #
-#   bash examples/qwen3_moe/length_study.sh                     9 runs of 150 steps; 1 to 2 hours on two cores
+#   bash examples/qwen3_moe/length_study.sh                     9 runs of 150 steps; half an hour to 2 hours on two cores
 #   bash examples/qwen3_moe/length_study.sh --seeds 1 --run.steps 30 --algorithms luspo,gspo
 #
 # Interrupted, the same command goes on where it stopped. COLD_START=runs/demo-... takes the model, the prompts and the
