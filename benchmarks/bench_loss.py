@@ -17,18 +17,16 @@ import argparse
 import csv
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch's thread pool starts
 
 import torch  # noqa: E402
 
+from benchmarks.here import commit, machine  # noqa: E402
 from benchmarks.loss_cases import CONTENDERS, Problem, make_problem, one_pass  # noqa: E402
 from benchmarks.memory import in_new_process  # noqa: E402
 
@@ -104,22 +102,6 @@ def ratios(cpu: dict[str, float], peaks: dict[str, int]) -> list[Ratio]:
     for name, most in (("recompute", 0.80), ("default", 0.80), ("cache", 0.88)):
         out.append(Ratio(f"{name}, 40% of rows idle / all active, time", cpu[f"{name}, 40% idle"] / cpu[name], most))
     return out
-
-
-def machine() -> str:
-    model = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else model}, {os.cpu_count()} CPUs, torch {torch.__version__}"
-
-
-def commit() -> str:
-    """Of this checkout; + where files differ from it; empty outside git."""
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else ""
-
-    return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
 def write_csv(path: str, runs: list[Run]) -> None:

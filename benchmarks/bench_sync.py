@@ -18,8 +18,6 @@ import argparse
 import json
 import multiprocessing as mp
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import threading
@@ -291,13 +289,9 @@ def main() -> int:
 
 def here() -> dict[str, Any]:
     """The machine, how busy it is, and the commit: a ratio of rates means little without them."""
-    import torch
+    from benchmarks.here import commit, machine
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False,
-                            cwd=Path(__file__).parent)
-    return {"machine": platform.processor() or platform.machine(), "cpus": len(os.sched_getaffinity(0)),
-            "load": [round(load, 1) for load in os.getloadavg()], "torch": torch.__version__,
-            "commit": commit.stdout.strip() or "unknown"}
+    return {"machine": machine(), "load": [round(load, 1) for load in os.getloadavg()], "commit": commit()}
 
 
 if __name__ == "__main__":

@@ -154,9 +154,9 @@ def shared_memory(config: Config, ranks: Any, *actors: Any) -> Any:
     """The trainer's memory where engines take turns with it, already handed over: the engines start next. Else None."""
     if not hand_over.hands_over(config.rollout, config.launch, actors[0].device.type == "cpu"):
         return None
-    from luspo_megatron.actor.offload import TrainerMemory
+    from luspo_megatron.actor.offload import ActorsMemory
 
-    memory = TrainerMemory(*(actor for actor in actors if actor is not None))
+    memory = ActorsMemory(*(actor for actor in actors if actor is not None))
     memory.offload_optimizer()
     memory.offload_actor()
     ranks.broadcast(None)  # rank 0 starts engines when the GPUs of all ranks are free

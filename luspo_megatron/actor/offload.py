@@ -156,7 +156,7 @@ class ActorMemory:
                 "optimizer": self._optimizer.nbytes}
 
 
-class TrainerMemory:
+class ActorsMemory:
     """The memory of several actors of one process (the policy and a frozen reference), handed over together."""
 
     def __init__(self, *actors: Any) -> None:

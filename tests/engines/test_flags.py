@@ -9,22 +9,15 @@ import pytest
 
 from luspo_megatron.rollout.engine import EngineStart, load_engine_kind
 from luspo_megatron.rollout.engine_layout import SPELLINGS, SWITCHES, engine_layout
-from tests.engines.conftest import python_of
+from tests.engines.conftest import ROOT, python_of
 
-PARSE = {
-    "vllm": """
+INSIDE = ROOT / "luspo_megatron/rollout/inside_engine"
+PARSE = """
 import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = make_arg_parser(FlexibleArgumentParser())
-""",
-    "sglang": """
-import argparse, json, sys
-from sglang.srt.server_args import ServerArgs
-parser = argparse.ArgumentParser()
-ServerArgs.add_cli_args(parser)
-""",
-}
+sys.path.append(sys.argv[1])
+import check_flags
+parser = getattr(check_flags, sys.argv[2] + "_parser")()
+"""
 LOOK = """
 lines = json.load(sys.stdin)
 spellings = {option: action.dest for action in parser._actions for option in action.option_strings}
@@ -46,8 +39,8 @@ DESTINATIONS = {
 
 
 def ask(engine: str, lines: list[list[str]]) -> tuple[dict[str, str], list[dict[str, object]]]:
-    done = subprocess.run([python_of(engine), "-c", PARSE[engine] + LOOK], input=json.dumps(lines), text=True,
-                          capture_output=True, timeout=250, check=False,
+    done = subprocess.run([python_of(engine), "-c", PARSE + LOOK, str(INSIDE), engine], input=json.dumps(lines),
+                          text=True, capture_output=True, timeout=250, check=False,
                           env={"PATH": "/usr/bin:/bin", "HOME": "/tmp", "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     spellings, found = json.loads(done.stdout.strip().splitlines()[-1])
