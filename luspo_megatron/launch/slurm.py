@@ -132,6 +132,7 @@ class Job:
     hosts: Sequence[str] = ()  # of the engines
     supervisor: Sequence[str] = ()
     reasons: list[int] = field(default_factory=list)  # signals that have come
+    copiers: list[threading.Thread] = field(default_factory=list)  # of the supervisors' output
     failed: list[tuple[str, int, str]] = field(default_factory=list)  # node, rank, how
 
     def run(self, command: Sequence[str], world_size: int) -> int:
@@ -172,7 +173,7 @@ class Job:
                       {name: value for name, value in env.items() if name not in (MARK, LOG)})
         stack.callback(_end, step)
         for source in (step.stdout, step.stderr):
-            _copy(source, [log, sys.stdout.buffer] if dry.wanted() else [log], None)
+            self.copiers.append(_copy(source, [log, sys.stdout.buffer] if dry.wanted() else [log], None))
         self._say(f"engines on {', '.join(nodes)}; log {path}")
         return step
 
@@ -197,6 +198,8 @@ class Job:
         while (code := trainers.poll()) is None:
             if supervisors is not None and not dry.wanted() and supervisors.poll() is not None:
                 if supervisors.returncode == UserError.exit_code:
+                    for copier in self.copiers:  # srun has ended; what it said may still be in the pipe
+                        copier.join(5.0)
                     self._say("the engine supervisors refuse to start; the end of their log:")
                     print(tail(str(self._engine_log())), file=sys.stderr, flush=True)
                     return UserError.exit_code
