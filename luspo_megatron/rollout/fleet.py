@@ -223,7 +223,7 @@ class Fleet(EngineKeeper):
         async with self._changed:
             while any(not slot.ready and not slot.lost for slot in self.slots):
                 await self._changed.wait()
-            self._awake.clear()
+            await self._set_awake(False)
         members = [slot for slot in self.slots if slot.ready and not slot.asleep]
         await self._on_all(members, lambda slot, client: client.sleep())
         for slot in members:
@@ -234,7 +234,7 @@ class Fleet(EngineKeeper):
         """``what``: "weights" or "kv_cache"; afterwards an engine that has died meanwhile may be started again. Where
         none is left alive that happens at once, since the next push needs one."""
         if not any(slot.ready for slot in self.slots):
-            self._awake.set()
+            await self._set_awake(True)
             async with self._changed:
                 while not any(slot.ready for slot in self.slots) and not all(slot.lost for slot in self.slots):
                     await self._changed.wait()
@@ -244,7 +244,12 @@ class Fleet(EngineKeeper):
         if what == "kv_cache":
             for slot in members:
                 slot.asleep = False
-            self._awake.set()
+            await self._set_awake(True)
+
+    async def _set_awake(self, awake: bool) -> None:
+        if self._registry is not None:
+            await self._registry.set_room(awake)
+        (self._awake.set if awake else self._awake.clear)()
 
     async def _may_start(self) -> None:
         await self._awake.wait()
@@ -264,6 +269,8 @@ class Fleet(EngineKeeper):
             finally:
                 slot.busy = False
 
+        if not slots:
+            return
         tasks = {asyncio.create_task(one(slot)): slot for slot in slots}
         try:
             done, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

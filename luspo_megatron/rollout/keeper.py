@@ -92,6 +92,7 @@ class EngineKeeper:
         try:
             if self._registry is not None:
                 await self._registry.start()
+            await self._may_start()
             await asyncio.gather(*(self._bring_up(slot) for slot in self.slots))
         except BaseException:
             await self.close()
@@ -171,7 +172,7 @@ class EngineKeeper:
                 log.warning("%s", error)
 
     async def _may_start(self) -> None:
-        """Returns when an engine that has ended may be started again."""
+        """Returns when there is memory for an engine to be started, or started again."""
 
     async def _ask(self, slot: Slot) -> None:
         """A health check. An engine that fails a request but answers here is well again; a silent one is ended."""

@@ -2,7 +2,8 @@
 
     node-<i>.json       written by supervisor i: a beat that counts up, and its engines (URL, token, pid, GPUs, state)
     restart-<e>.json    written by the run: engine e is to be started again (it is silent, or holds weights of another)
-    run.json            written by the run: a beat, so that a supervisor that is asked to end knows whether it is needed
+    run.json            written by the run: a beat, so that a supervisor that is asked to end knows whether it is needed,
+                        and whether engines that share the trainers' memory may take it (``room``)
 
 Every file is replaced in one piece and readable by its owner only: tokens are in them. Nobody compares clocks: a writer
 is alive when its beat changes while one looks, so what a dead process has left behind is never taken for a living one.
@@ -94,6 +95,8 @@ class FleetRegistry:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.closed = False
+        self._room = True
+        self._me, self._beat, self._writing = secrets.token_hex(8), 0, asyncio.Lock()
         self._beats = Beats(STALE_SECONDS)
         self._engines: dict[int, EngineRecord] = {}
         self._task: asyncio.Task[None] | None = None
@@ -103,17 +106,27 @@ class FleetRegistry:
         self._task = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
-        identity, beat = secrets.token_hex(8), 0
         while True:
-            beat += 1
             try:
-                self._engines = await asyncio.to_thread(self._look, {"id": identity, "beat": beat, "pid": os.getpid()})
+                await self._publish()
+                self._engines = await asyncio.to_thread(self._look)
             except OSError as error:
                 log.warning("the registry %s cannot be used now: %s", self.folder, error)
             await asyncio.sleep(BEAT_SECONDS)
 
-    def _look(self, me: dict[str, Any]) -> dict[int, EngineRecord]:
-        write_file(self.folder / RUN, me)
+    async def _publish(self) -> None:
+        async with self._writing:
+            self._beat += 1
+            me = {"id": self._me, "beat": self._beat, "pid": os.getpid(), "room": self._room}
+            await asyncio.to_thread(write_file, self.folder / RUN, me)
+
+    async def set_room(self, room: bool) -> None:
+        """Whether supervisors may start engines where they share the trainers' memory."""
+        self._room = room
+        with contextlib.suppress(OSError):  # the next beat says so, or why it cannot
+            await self._publish()
+
+    def _look(self) -> dict[int, EngineRecord]:
         found: dict[int, EngineRecord] = {}
         for path in sorted(self.folder.glob("node-*.json")):
             data = read_file(path)

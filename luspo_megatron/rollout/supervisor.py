@@ -3,7 +3,8 @@
 Slurm starts one per engine node (launch/slurm.py); by hand it is started on each engine machine with the run's
 configuration, the same registry folder and --node I --nodes N, and the run is given rollout.registry. Supervisor I of N
 has the engines I * num_engines / N and on. An engine that dies is started again, a bounded number of times; one that
-the run finds silent, or that holds another run's weights, is started again when the run asks for it.
+the run finds silent, or that holds another run's weights, is started again when the run asks for it. Engines that share
+the trainers' GPUs (rollout.hand_over) start only when the run has handed its memory over.
 
 SIGTERM ends the engines and then the supervisor. A run that still uses them is let finish first, at most
 launch.stop_grace seconds, because Slurm's preemption signals everybody and the trainers then finish their step; a
@@ -169,8 +170,7 @@ class Supervisor(EngineKeeper):
         while True:
             try:
                 self._publish()
-                run = read_file(self._folder / RUN)
-                self._run_is_there = self._run.alive(RUN, run and (run["id"], run["beat"]))
+                self._look_for_the_run()
                 await self._obey()
             except OSError as error:
                 log.warning("the registry %s cannot be used now: %s", self._folder, error)
@@ -204,7 +204,20 @@ class Supervisor(EngineKeeper):
                 slot.restarts -= 1  # the run counts these
                 await asyncio.to_thread(slot.process.stop)
 
+    def _look_for_the_run(self) -> bool:
+        """Whether it is there and has no need of the memory that engines share with it."""
+        run = read_file(self._folder / RUN)
+        self._run_is_there = self._run.alive(RUN, run and (run["id"], run["beat"]))
+        return self._run_is_there and bool(run["room"])
+
     # ---- what differs from a run's own engines ---------------------------------------------------------------
+
+    async def _may_start(self) -> None:
+        if self.config.hand_over != "on" or self._look_for_the_run():
+            return
+        log.info("engines start when a run has handed its memory over")
+        while not self._look_for_the_run():
+            await asyncio.sleep(BEAT_SECONDS / 4)
 
     async def _set_ready(self, slot: Slot, ready: bool) -> None:
         await super()._set_ready(slot, ready)

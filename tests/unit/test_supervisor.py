@@ -238,6 +238,30 @@ def test_sigterm_during_the_start(start: Callable[..., Node]) -> None:
     assert gone([pid], 0.0)
 
 
+@pytest.mark.timeout(120)
+def test_engines_that_share_the_trainers_memory_start_when_it_is_handed_over(start: Callable[..., Node]) -> None:
+    node = start("--rollout.num_engines", "1", "--rollout.hand_over", "on")
+    node.until(lambda: "engines start when a run has handed its memory over" in node.said)
+    time.sleep(3 * BEAT_SECONDS)
+    assert [(e["state"], e["pid"]) for e in node.record()["engines"]] == [("starting", 0)]
+
+    async def body(fleet: Fleet) -> None:
+        assert len(await fleet.generate(REQUEST)) == 2
+        await fleet.sleep()
+        [dead] = node.record()["engines"]
+        os.kill(dead["pid"], signal.SIGKILL)
+        await until(lambda: not fleet.slots[0].ready)
+        await asyncio.sleep(3 * BEAT_SECONDS)  # the memory is the trainer's
+        assert [e["state"] for e in node.record()["engines"]] == ["starting"]
+        assert "is started again" not in node.said
+        await fleet.wake("weights")
+        assert fleet.slots[0].ready and fleet.slots[0].process.pid != dead["pid"]  # type: ignore[union-attr]
+
+    with_fleet(node.registry, body, engines=1)
+    node.process.terminate()
+    assert node.process.wait(20) == 0, node.said
+
+
 @pytest.mark.timeout(60)
 def test_engines_that_cannot_start_are_told_to_the_run(start: Callable[..., Node]) -> None:
     node = start("--rollout.num_engines", "1", STUB_START_FAIL="3")
