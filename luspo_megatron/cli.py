@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NoReturn
 
 from luspo_megatron import __version__, config_checks, config_help, config_tools
@@ -60,8 +59,6 @@ def engines(argv: Sequence[str]) -> int:
     """Start this node's rollout engines, keep them alive, and make them known to a run."""
     config = load_config(EnginesConfig, argv, prog="luspo engines", description=_summary(engines))
     config_checks.require(config_checks.validate_engines(config))
-    registry = config.registry or config.rollout.registry or os.path.join(config.run.dir, "engines")
-    config = replace(config, registry=registry)
     return _call("luspo_megatron.rollout.supervisor", config)
 
 

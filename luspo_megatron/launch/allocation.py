@@ -8,10 +8,16 @@ import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from luspo_megatron.errors import UserError
 
 SECONDS = 30  # that a Slurm command may take
+
+
+def default_registry(run_dir: str | Path) -> Path:
+    """Where a run and the supervisors of its engines meet (rollout/registry.py) when rollout.registry is empty."""
+    return Path(run_dir) / "engines"
 
 
 def expand_nodes(text: str) -> list[str]:

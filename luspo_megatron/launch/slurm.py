@@ -74,7 +74,7 @@ def launch(module: str, config: Any, world_size: int, run_dir: str, settings: La
     start = start_number(folder, world_size)
     path = folder / (f"config.{start}.yaml" if start else "config.yaml")
     hosts = engine_hosts(config, split)
-    registry = str(folder.parent / "engines")
+    registry = str(allocation.default_registry(folder.parent))
     if hosts:
         registry = config.rollout.registry or registry
         config = replace(config, rollout=replace(config.rollout, registry=registry))

@@ -1,21 +1,22 @@
 """Engines in the plan: where they run, what their weights take, and how much cache is left.
 
-Engines share the trainers' nodes (colocated: the trainer hands its memory over while engines generate) or have nodes of
-their own (launch.engine_nodes). The share of a GPU that an engine may use is its own flag; the defaults here are the
-engines' documented ones. Weights are taken as cut evenly over an engine's processes; the cache holds one key and one
-value per layer and token, on tp processes (key-value heads are repeated when there are fewer of them than tp).
+Engines share the trainers' nodes (colocated: by default the trainer hands its memory over while engines generate) or
+have nodes of their own (launch.engine_nodes). The share of a GPU that an engine may use is its own flag; the defaults
+here are the engines' documented ones. Weights are taken as cut evenly over an engine's processes; the cache holds one
+key and one value per layer and token, on tp processes (key-value heads are repeated where there are fewer than tp).
 """
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 
 from luspo_megatron.config import Config
 from luspo_megatron.errors import UserError
+from luspo_megatron.hand_over import hands_over
 from luspo_megatron.planning.memory import ITEM
 from luspo_megatron.planning.sizes import whole_model
 from luspo_megatron.rollout.engine_layout import EngineLayout, engine_layout
+from luspo_megatron.rollout.starter import engine_flags
 from luspo_megatron.rollout.supervisor import share_of
 from luspo_megatron.weights.table import WeightTable
 
@@ -24,12 +25,14 @@ MEMORY_SHARE = {"vllm": ("--gpu-memory-utilization", 0.9), "sglang": ("--mem-fra
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One engine; bytes are of one of its GPUs. ``cache_tokens``: of the whole engine."""
+    """One engine; bytes are of one of its GPUs. ``cache_tokens``: of the whole engine; ``takes_turns``: with the
+    memory of the trainers whose GPUs it shares."""
 
     kind: str
     engines: int
     layout: EngineLayout
     colocated: bool
+    takes_turns: bool
     share: float
     weights: int
     cache: int
@@ -41,11 +44,6 @@ class EngineMemory:
         return self.weights + self.cache
 
 
-def engine_words(config: Config) -> list[str]:
-    """rollout.engine_args as single words."""
-    return [word for words in config.rollout.engine_args for word in shlex.split(words)]
-
-
 def engine_memory(config: Config, table: WeightTable, gpu_bytes: int, engine_gpus: int) -> EngineMemory | None:
     """None for engines that this program does not plan (external ones, plug-ins, and the small one on the CPU).
 
@@ -54,7 +52,7 @@ def engine_memory(config: Config, table: WeightTable, gpu_bytes: int, engine_gpu
     rollout = config.rollout
     if rollout.engine not in MEMORY_SHARE or rollout.urls:
         return None
-    words = engine_words(config)
+    words = engine_flags(rollout)
     layout = engine_layout(rollout.engine, words)
     flag, share = MEMORY_SHARE[rollout.engine]
     share = _value(words, flag, share)
@@ -69,7 +67,9 @@ def engine_memory(config: Config, table: WeightTable, gpu_bytes: int, engine_gpu
                         "parallel sizes in rollout.engine_args, or raise launch.engine_nodes")
     # tp ranks see the same tokens; pipeline and data parallelism multiply the cache
     tokens = max(0, cache) // max(1, per_token // layout.pp) * layout.dp
-    return EngineMemory(rollout.engine, engines, layout, not config.launch.engine_nodes, share, weights, max(0, cache),
+    colocated = not config.launch.engine_nodes
+    return EngineMemory(rollout.engine, engines, layout, colocated,
+                        colocated and hands_over(rollout, config.launch, on_cpu=False), share, weights, max(0, cache),
                         per_token, tokens)
 
 

@@ -168,7 +168,7 @@ def _details(config: Config, machine: Machine, table: WeightTable, nodes: int, g
     moments = _moments(config, machine, layout, trainers, engine, largest)
     parameters, tensors = whole_model(table)
     # a trainer that lends its GPU to engines keeps parameters and optimizer in pinned host memory meanwhile
-    lent = max(m.parameters + m.optimizer for m in trainers) if engine is not None and engine.colocated else 0
+    lent = max(m.parameters + m.optimizer for m in trainers) if engine is not None and engine.takes_turns else 0
     host = min(gpus, layout.world_size) * (max(m.host for m in trainers) + lent)
     return {
         "model": {"architecture": table.arch.family, "parameters": parameters, "tensors": tensors,
@@ -206,17 +206,20 @@ def rank_grid(layout: ParallelLayout, gpus: int) -> list[dict[str, Any]]:
 def _moments(config: Config, machine: Machine, layout: ParallelLayout, trainers: Sequence[TrainerMemory],
              engine: EngineMemory | None, bucket: int) -> list[dict[str, Any]]:
     """The moments of a step at which a GPU is fullest, each with the bytes and whether they fit."""
-    shared = engine is not None and engine.colocated
     limit = machine.gpu_memory - MARGIN
-    rows = [("train", max(m.training for m in trainers), limit)]
-    if engine is not None:
-        # While weights are pushed a colocated engine holds its weights, and the trainer no optimizer and gradients.
-        inside = engine.weights + bucket
-        syncing = max(m.parameters + m.sync_buckets for m in trainers) + inside if shared else \
-            max(m.syncing for m in trainers)
-        rows += [("sync", syncing, limit), ("generate", engine.total + 2 * bucket, machine.gpu_memory)]
-    else:
-        rows.append(("sync", max(m.syncing for m in trainers), limit))
+    training, syncing = max(m.training for m in trainers), max(m.syncing for m in trainers)
+    rows = [("train", training, limit), ("sync", syncing, limit)]
+    if engine is not None and engine.takes_turns:
+        # While weights are pushed the engine holds its weights, and the trainer no optimizer and gradients.
+        pushing = max(m.parameters + m.sync_buckets for m in trainers) + engine.weights + bucket
+        rows = [("train", training, limit), ("sync", pushing, limit),
+                ("generate", engine.total + 2 * bucket, machine.gpu_memory)]
+    elif engine is not None and engine.colocated:
+        idle = max(m.states + m.reference for m in trainers)
+        rows = [("train", training + engine.total, limit), ("sync", syncing + engine.total + bucket, limit),
+                ("generate", idle + engine.total + 2 * bucket, limit)]
+    elif engine is not None:
+        rows.append(("generate", engine.total + 2 * bucket, machine.gpu_memory))
     return [{"moment": name, "bytes": int(size), "limit": int(most), "fits": size <= most} for name, size, most in rows]
 
 

@@ -69,8 +69,10 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
         cells = " ".join(f"{stage[name] / GIB:>12.2f}" for name in (*names, "training"))
         yield f"  {stage['stage']:>5} {stage['layers']:>6} {cells}"
     if engine := plan["engine"]:
-        yield (f"  engines: {engine['engines']} x {engine['kind']} of {engine['layout']['workers']} GPUs, "
-               f"{'sharing the trainers' + chr(39) + ' GPUs' if engine['colocated'] else 'on nodes of their own'}; "
+        where = "on nodes of their own" if not engine["colocated"] else (
+            "taking turns with the trainers on their GPUs" if engine["takes_turns"] else
+            "on the trainers' GPUs, both in memory all the time (rollout.hand_over off)")
+        yield (f"  engines: {engine['engines']} x {engine['kind']} of {engine['layout']['workers']} GPUs, {where}; "
                f"weights {engine['weights'] / GIB:.2f}, cache {engine['cache'] / GIB:.2f} = "
                f"{engine['cache_tokens'] / 1e3:.0f} k tokens per engine")
     for place in plan["places"]:

@@ -22,6 +22,7 @@ from luspo_megatron.config import Config
 from luspo_megatron.data.prompts import PromptStream, load_prompts
 from luspo_megatron.data.tokenizer import TextTokenizer, load_tokenizer
 from luspo_megatron.errors import RunError
+from luspo_megatron.launch.allocation import default_registry
 from luspo_megatron.reward.base import RewardInput
 from luspo_megatron.reward.pool import RewardPool
 from luspo_megatron.rollout.engine import GenerateRequest, Generation, load_engine_kind
@@ -48,7 +49,7 @@ def registry_of(config: Config, run_dir: Path) -> Path | None:
         return None
     if config.rollout.registry:
         return Path(config.rollout.registry)
-    return run_dir / "engines" if config.launch.engine_nodes else None
+    return default_registry(run_dir) if config.launch.engine_nodes else None
 
 
 def quiet(phase: str, done: int, total: int) -> None:

@@ -2,8 +2,8 @@
 
     node-<i>.json       written by supervisor i: a beat that counts up, and its engines (URL, token, pid, GPUs, state)
     restart-<e>.json    written by the run: engine e is to be started again (it is silent, or holds weights of another)
-    run.json            written by the run: a beat, so that a supervisor that is asked to end knows whether it is needed,
-                        and whether engines that share the trainers' memory may take it (``room``)
+    run.json            written by the run: a beat, so that a supervisor that is asked to end knows whether it is
+                        needed, and whether engines that share the trainers' memory may take it (``room``)
 
 Every file is replaced in one piece and readable by its owner only: tokens are in them. Nobody compares clocks: a writer
 is alive when its beat changes while one looks, so what a dead process has left behind is never taken for a living one.

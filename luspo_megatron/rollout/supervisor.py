@@ -29,7 +29,7 @@ from pathlib import Path
 
 from luspo_megatron.config_tools import EnginesConfig
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.launch.allocation import address_of
+from luspo_megatron.launch.allocation import address_of, default_registry
 from luspo_megatron.rollout.engine import load_engine_kind
 from luspo_megatron.rollout.engine_layout import engine_layout
 from luspo_megatron.rollout.keeper import EngineKeeper, Slot
@@ -93,8 +93,9 @@ class Supervisor(EngineKeeper):
                          verify=config.weight_sync.verify == "full", first=mine.start, host=host_of(config),
                          max_length=config.data.max_prompt_tokens + config.rollout.max_response_tokens)
         self._gpus = [gpus_of(i, local, layout) or os.environ.get("CUDA_VISIBLE_DEVICES", "") for i in range(len(mine))]
-        self._folder, self._grace = Path(config.registry), config.launch.stop_grace
-        self._file = self._folder / f"node-{self.node}.json"
+        self.registry_folder = Path(config.registry or config.rollout.registry or default_registry(config.run.dir))
+        self._grace = config.launch.stop_grace
+        self._file = self.registry_folder / f"node-{self.node}.json"
         self._id, self._beat = secrets.token_hex(8), 0
         self._run = Beats(RUN_STALE_SECONDS)
         self._run_is_there = False
@@ -105,7 +106,7 @@ class Supervisor(EngineKeeper):
 
     async def run(self) -> None:
         """Until asked to end. Raises UserError or RunError, with nothing left running."""
-        make_folder(self._folder)
+        make_folder(self.registry_folder)
         await self._refuse_a_second()
         beating = asyncio.create_task(self._keep_beating())
         try:
@@ -125,7 +126,7 @@ class Supervisor(EngineKeeper):
             await asyncio.gather(beating, return_exceptions=True)
             await self.close()
             for slot in self.slots:
-                (self._folder / f"restart-{slot.index}.json").unlink(missing_ok=True)
+                (self.registry_folder / f"restart-{slot.index}.json").unlink(missing_ok=True)
             if all(not slot.lost for slot in self.slots):
                 self._file.unlink(missing_ok=True)
 
@@ -162,7 +163,7 @@ class Supervisor(EngineKeeper):
         beats, deadline = Beats(RUN_STALE_SECONDS), time.monotonic() + 3 * BEAT_SECONDS
         while (other := read_file(self._file)) is not None and time.monotonic() < deadline:
             if beats.alive("other", (other["id"], other["beat"])):
-                raise UserError(f"--registry {self._folder}: node {self.node} has a supervisor already, on "
+                raise UserError(f"--registry {self.registry_folder}: node {self.node} has a supervisor already, on "
                                 f"{other['host']} (pid {other['pid']}); end it, or give --node and --nodes")
             await asyncio.sleep(BEAT_SECONDS / 4)
 
@@ -173,7 +174,7 @@ class Supervisor(EngineKeeper):
                 self._look_for_the_run()
                 await self._obey()
             except OSError as error:
-                log.warning("the registry %s cannot be used now: %s", self._folder, error)
+                log.warning("the registry %s cannot be used now: %s", self.registry_folder, error)
             await asyncio.sleep(BEAT_SECONDS)
 
     def _publish(self) -> None:
@@ -194,7 +195,7 @@ class Supervisor(EngineKeeper):
     async def _obey(self) -> None:
         """End the engines that the run wants started again; their watchers start them."""
         for slot in self.slots:
-            path = self._folder / f"restart-{slot.index}.json"
+            path = self.registry_folder / f"restart-{slot.index}.json"
             wish = read_file(path)
             if wish is None:
                 continue
@@ -206,7 +207,7 @@ class Supervisor(EngineKeeper):
 
     def _look_for_the_run(self) -> bool:
         """Whether it is there and has no need of the memory that engines share with it."""
-        run = read_file(self._folder / RUN)
+        run = read_file(self.registry_folder / RUN)
         self._run_is_there = self._run.alive(RUN, run and (run["id"], run["beat"]))
         return self._run_is_there and bool(run["room"])
 
@@ -238,7 +239,7 @@ def main(config: EnginesConfig) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, supervisor.ask_to_end, number)
         log.info("engines %s of %d as node %d; registry %s; logs %s", [slot.index for slot in supervisor.slots],
-                 config.rollout.num_engines, supervisor.node, config.registry, Path(config.run.dir) / "logs")
+                 config.rollout.num_engines, supervisor.node, supervisor.registry_folder, Path(config.run.dir) / "logs")
         await supervisor.run()
 
     asyncio.run(run())

@@ -117,6 +117,23 @@ def test_colocated_trainers_need_host_memory_for_what_they_lend() -> None:
     assert [place["ranks"] for place in found["places"]][:2] == [[0, 3], [4, 7]]
 
 
+def test_engines_that_stay_in_memory_beside_the_trainers() -> None:
+    """Without the hand-over both are counted in every moment, and nothing is lent to the host."""
+    recipe = str(EXAMPLES / "qwen3_moe/luspo-qwen3_30b_a3b-4n8g.yaml")
+    turns = json.loads(plan(recipe, "--model.hf", str(QWEN30), "--json")[1])
+    both = json.loads(plan(recipe, "--model.hf", str(QWEN30), "--json", "--rollout.hand_over", "off")[1])
+    engine, stage = both["engine"], both["stages"][0]
+    size = {name: {m["moment"]: m["bytes"] for m in found["moments"]} for name, found in (("turns", turns),
+                                                                                         ("both", both))}
+    assert size["both"]["train"] - size["turns"]["train"] == engine["weights"] + engine["cache"] > 0
+    assert size["both"]["generate"] - size["turns"]["generate"] == \
+        stage["parameters"] + stage["gradients"] + stage["optimizer"]
+    assert turns["fits"] and not both["fits"]
+    assert turns["host_per_node"] - both["host_per_node"] == 8 * (stage["parameters"] + stage["optimizer"])
+    text = plan(recipe, "--model.hf", str(QWEN30), "--rollout.hand_over", "off")[1]
+    assert "on the trainers' GPUs, both in memory all the time (rollout.hand_over off)" in text
+
+
 def test_all_violations_at_once_with_mends() -> None:
     code, out, _ = plan("--model.hf", str(QWEN30), "--data.prompts", "x.jsonl", "--parallel.world_size", "12",
                         "--parallel.tp", "3", "--parallel.pp", "5", "--parallel.ep", "7", "--optimizer.lr", "0")
