@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -35,6 +36,21 @@ def tail(path: Path, lines: int = 15) -> str:
     except OSError as error:
         return f"(no log: {error})"
     return "\n".join(text.rstrip().splitlines()[-lines:]) or "(the log is empty)"
+
+
+def first_error(path: Path) -> str:
+    """The first line of a log that names an exception, without the logger's words before it; empty: there is none.
+
+    An engine's own processes go on talking after the one that failed, so that its cause is seldom in the last lines.
+    """
+    with contextlib.suppress(OSError), path.open(errors="replace") as file:
+        for line in file:
+            if found := ERROR_LINE.match(line):
+                return found[1].strip()
+    return ""
+
+
+ERROR_LINE = re.compile(r"(?:.*\bERROR\b.*?\s)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .{1,400})")
 
 
 class EngineProcess(Protocol):
@@ -90,11 +106,13 @@ class OwnProcess:
         return self._process.poll()
 
     def describe_end(self) -> str:
-        """What happened, with the log's last lines."""
+        """What happened, with the log's first error and its last lines."""
         code = self.returncode
         how = "still runs" if code is None else (
             f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}")
-        return f"{self.name} (pid {self.pid}) {how}; the last lines of {self.log}:\n{tail(self.log)}"
+        error, last = first_error(self.log), tail(self.log)
+        cause = f"; the first error: {error}" if error and error not in last else ""
+        return f"{self.name} (pid {self.pid}) {how}{cause}; the last lines of {self.log}:\n{last}"
 
     def stop(self, grace: float = 5.0) -> None:
         """Close its input, ask the group to end, and kill what is left of the group after ``grace`` seconds."""

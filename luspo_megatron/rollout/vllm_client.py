@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from luspo_megatron.weights.manifest import EngineConnection
 
 MAX_REQUESTS = 64  # the engine queues by itself; this only keeps the routing fair
 PLUGIN = "luspo_megatron.rollout.inside_engine"
+CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vLLM 0.32, v1/attention/backends/cpu_attn.py. With another one it starts, and ends at the first request."""
 
 
 class VllmClient(HttpEngine):
@@ -104,6 +107,18 @@ def _routed(text: str | None) -> RoutedExperts | None:
     return RoutedExperts.from_array(np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False))
 
 
+def _check_head_dim(model: str) -> None:
+    path = Path(model) / "config.json"
+    if not path.exists():  # named when the weights are looked at
+        return
+    config = json.loads(path.read_text())
+    heads = config.get("num_attention_heads")
+    head_dim = config.get("head_dim") or (config.get("hidden_size", 0) // heads if heads else 0)
+    if head_dim and head_dim not in CPU_HEAD_DIMS:
+        raise UserError(f"rollout.engine=vllm: {model} has attention heads of {head_dim} channels, and vLLM on a CPU "
+                        f"knows {', '.join(map(str, CPU_HEAD_DIMS))} only; take rollout.engine sglang or hf, or a GPU")
+
+
 def _command(start: EngineStart) -> list[str]:
     if start.top_p < 1 and start.temperature != 1:
         raise UserError(f"rollout.engine=vllm with top_p {start.top_p:g} and temperature {start.temperature:g}: vLLM "
@@ -122,6 +137,7 @@ def _command(start: EngineStart) -> list[str]:
     if start.max_length:
         flags += ["--max-model-len", str(start.max_length)]
     if start.on_cpu:
+        _check_head_dim(start.model)
         # With prompts in chunks vLLM 0.32 turns the generator of a seed back, which a CPU's cannot: the engine ends.
         flags += ["--enforce-eager", "--max-num-seqs", "64", "--no-enable-chunked-prefill"]
     return [start.python, str(serve), "vllm", "--owned", "--port-file", start.port_file, "--", *flags, *start.args]

@@ -9,6 +9,7 @@ import pytest
 
 from luspo_megatron.rollout.engine import EngineStart, load_engine_kind
 from luspo_megatron.rollout.engine_layout import SPELLINGS, SWITCHES, engine_layout
+from luspo_megatron.rollout.vllm_client import CPU_HEAD_DIMS
 from tests.engines.conftest import ROOT, python_of
 
 INSIDE = ROOT / "luspo_megatron/rollout/inside_engine"
@@ -52,6 +53,15 @@ def command(engine: str, **settings: object) -> list[str]:
     start = EngineStart("/models/x", "bfloat16", 1, 256, "/tmp/url", **settings)  # type: ignore[arg-type]
     words = load_engine_kind(engine).command(start)
     return words[words.index("--") + 1 :]
+
+
+def test_head_dims_of_vllm_on_a_cpu() -> None:
+    """The list is vLLM's own."""
+    look = ("from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend as B\n"
+            "print('sizes', *B.get_supported_head_sizes())")
+    done = subprocess.run([python_of("vllm"), "-c", look], text=True, capture_output=True, timeout=250, check=True,
+                          env={"PATH": "/usr/bin:/bin", "HOME": "/tmp"})
+    assert tuple(map(int, done.stdout.split("sizes", 1)[1].split())) == CPU_HEAD_DIMS
 
 
 @pytest.mark.timeout(300)

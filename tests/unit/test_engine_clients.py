@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from luspo_megatron.errors import RunError
+from luspo_megatron.errors import RunError, UserError
+from luspo_megatron.rollout.engine import EngineStart
 from luspo_megatron.rollout.sglang_client import SglangClient
-from luspo_megatron.rollout.vllm_client import VllmClient
+from luspo_megatron.rollout.vllm_client import VLLM_KIND, VllmClient
 
 CLIENTS = {"vllm": VllmClient, "sglang": SglangClient}
 PUSH = {
@@ -117,3 +120,16 @@ def test_memory_is_given_up_and_taken_back_in_two_parts(engine: str, calls: list
     if engine == "sglang":
         assert recorder.bodies["/release_memory_occupation"] == {"tags": ["weights", "kv_cache"]}
         assert tags == [{"tags": ["weights"]}, {"tags": ["kv_cache"]}]
+
+
+@pytest.mark.parametrize("config", [{"head_dim": 24}, {"hidden_size": 96, "num_attention_heads": 4}])
+def test_vllm_on_a_cpu_refuses_heads_it_does_not_know(tmp_path: Path, config: dict[str, int]) -> None:
+    def command(on_cpu: bool) -> list[str]:
+        return VLLM_KIND.command(EngineStart(str(tmp_path), "float32", 1, 8, "url", on_cpu=on_cpu))
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="attention heads of 24 channels, and vLLM on a CPU knows 32, 64"):
+        command(on_cpu=True)
+    assert "--enforce-eager" not in command(on_cpu=False)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"head_dim": 32}))
+    assert "--enforce-eager" in command(on_cpu=True)

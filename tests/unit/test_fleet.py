@@ -19,7 +19,7 @@ from luspo_megatron.errors import RunError
 from luspo_megatron.rollout import keeper
 from luspo_megatron.rollout.engine import GenerateRequest
 from luspo_megatron.rollout.fleet import Fleet
-from luspo_megatron.rollout.processes import OwnProcess, next_log_path
+from luspo_megatron.rollout.processes import OwnProcess, first_error, next_log_path
 
 Body = Callable[[Fleet], Awaitable[None]]
 
@@ -240,3 +240,18 @@ def test_stop_kills_a_child_that_will_not_go_and_logs_are_never_overwritten(tmp_
     assert child.returncode == -signal.SIGKILL
     assert "SIGKILL" in child.describe_end() and "here" in child.describe_end()
     assert next_log_path(tmp_path, "child").name == "child.1.log"
+
+
+def test_the_end_of_an_engine_names_its_first_error(tmp_path: Path) -> None:
+    """Its other processes talk on after the one that failed; a warning that mentions an error is none."""
+    lines = ["WARNING 12-02 [system_utils.py:255] errors like `OSError: [Errno 24] Too many open files`",
+             "(Worker pid=5933) ERROR 12-02 15:16:24 [executor.py:1063] RuntimeError: head_dim=24 is not supported",
+             "vllm.v1.engine.exceptions.EngineDeadError: see above", *(f" - leaked function {i}" for i in range(30))]
+    script = f"print({chr(10).join(lines)!r}); raise SystemExit(1)"
+    child = OwnProcess("child", [sys.executable, "-c", script], tmp_path / "child.log")
+    while child.returncode is None:
+        time.sleep(0.05)
+    said = child.describe_end()
+    assert "the first error: RuntimeError: head_dim=24 is not supported; the last lines" in said
+    assert "leaked function 29" in said and "OSError" not in said
+    assert first_error(tmp_path / "none.log") == ""

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+HEAD_DIM = 24
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 CHARACTERS = "0123456789+-*=? \n.<>_/(),abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 """With the special tokens 80 in all, which tp 2 and 4 divide without padding."""
@@ -37,7 +38,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_config(vocabulary: int, eos_id: int, pad_id: int, *, tied: bool = False) -> Qwen3MoeConfig:
+def make_config(vocabulary: int, eos_id: int, pad_id: int, *, tied: bool = False,
+                head_dim: int = HEAD_DIM) -> Qwen3MoeConfig:
     return Qwen3MoeConfig(
         vocab_size=vocabulary,
         hidden_size=96,
@@ -46,7 +48,7 @@ def make_config(vocabulary: int, eos_id: int, pad_id: int, *, tied: bool = False
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=24,
+        head_dim=head_dim,
         num_experts=8,
         num_experts_per_tok=2,
         norm_topk_prob=True,
@@ -60,11 +62,11 @@ def make_config(vocabulary: int, eos_id: int, pad_id: int, *, tied: bool = False
     )
 
 
-def make_tiny_model(out: Path, seed: int) -> int:
+def make_tiny_model(out: Path, seed: int, head_dim: int = HEAD_DIM) -> int:
     """Write config, generation config, safetensors and tokenizer to ``out``; gives the number of parameters."""
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    config = make_config(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    config = make_config(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, head_dim=head_dim)
     model = Qwen3MoeForCausalLM(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -78,8 +80,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights")
+    parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="channels of an attention head (%(default)s); "
+                        "vLLM on a CPU knows 32, 64, 80, ...")
     arguments = parser.parse_args()
-    parameters = make_tiny_model(arguments.out, arguments.seed)
+    parameters = make_tiny_model(arguments.out, arguments.seed, arguments.head_dim)
     print(f"{arguments.out}: Qwen3-MoE with {parameters:,} parameters and its tokenizer")
 
 
