@@ -44,12 +44,13 @@ def first_error(path: Path) -> str:
     An engine's own processes go on talking after the one that failed, so that its cause is seldom in the last lines.
     """
     with contextlib.suppress(OSError), path.open(errors="replace") as file:
-        for line in file:
+        for line in file.read(LOOKED_AT).splitlines():
             if found := ERROR_LINE.match(line):
                 return found[1].strip()
     return ""
 
 
+LOOKED_AT = 16 * 2**20  # characters of a log
 ERROR_LINE = re.compile(r"(?:.*\bERROR\b.*?\s)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .{1,400})")
 
 
