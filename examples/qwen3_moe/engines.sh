@@ -17,12 +17,8 @@ ENGINES="${ENGINES:-hf vllm sglang}"
 ENGINE_VENVS="${ENGINE_VENVS:-.venv-engines}"
 PYTHON="${PYTHON:-python}"
 EXAMPLE=examples/qwen3_moe
-mkdir -p "$OUT"
 
-[ -f "$OUT/model/config.json" ] || "$PYTHON" "$EXAMPLE/tiny/make_tiny_model.py" --out "$OUT/model" --head-dim 32
-[ -f "$OUT/data/heldout.jsonl" ] || "$PYTHON" "$EXAMPLE/tiny/make_data.py" --out "$OUT/data"
-[ -d "$OUT/sft/export" ] || luspo sft --config "$EXAMPLE/tiny_cpu_sft.yaml" --run.dir "$OUT/sft" \
-    --model.hf "$OUT/model" --data.path "$OUT/data/demos.jsonl"
+bash "$EXAMPLE/tiny/cold_start.sh" "$OUT" --head-dim 32
 
 for engine in $ENGINES; do
     grep -qs '"finished": true' "$OUT/$engine/summary.json" && continue

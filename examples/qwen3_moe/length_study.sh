@@ -11,14 +11,9 @@ cd "$(dirname "$0")/../.."
 
 OUT="${OUT:-runs/length-study}"
 START="${COLD_START:-$OUT/start}"
-PYTHON="${PYTHON:-python}"
 EXAMPLE=examples/qwen3_moe
-mkdir -p "$START"
 
-[ -f "$START/model/config.json" ] || "$PYTHON" "$EXAMPLE/tiny/make_tiny_model.py" --out "$START/model" --seed 0
-[ -f "$START/data/heldout.jsonl" ] || "$PYTHON" "$EXAMPLE/tiny/make_data.py" --out "$START/data" --seed 0
-[ -d "$START/sft/export" ] || luspo sft --config "$EXAMPLE/tiny_cpu_sft.yaml" --run.dir "$START/sft" \
-    --model.hf "$START/model" --data.path "$START/data/demos.jsonl"
+bash "$EXAMPLE/tiny/cold_start.sh" "$START"
 
 luspo study model --config "$EXAMPLE/tiny_cpu.yaml" --out "$OUT" --model.hf "$START/sft/export" \
     --data.prompts "$START/data/train.jsonl" --data.eval-prompts "$START/data/heldout.jsonl" \

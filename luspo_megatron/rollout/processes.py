@@ -17,6 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+LOOKED_AT = 16 * 2**20  # characters of a log
+ERROR_LINE = re.compile(r"(?:.*\bERROR\b.*?\s)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .{1,400})")
+
 
 def next_log_path(folder: Path, stem: str) -> Path:
     """``stem.log``, or ``stem.1.log``, ``stem.2.log``, ...: the first that is not there, so no restart overwrites."""
@@ -48,10 +51,6 @@ def first_error(path: Path) -> str:
             if found := ERROR_LINE.match(line):
                 return found[1].strip()
     return ""
-
-
-LOOKED_AT = 16 * 2**20  # characters of a log
-ERROR_LINE = re.compile(r"(?:.*\bERROR\b.*?\s)?((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception): .{1,400})")
 
 
 class EngineProcess(Protocol):

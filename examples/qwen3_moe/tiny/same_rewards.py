@@ -8,18 +8,19 @@ runs that part company larger.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
 from typing import Any
 
+from luspo_megatron.report.metrics import METRICS_FILE
+from luspo_megatron.report.records import read_lines
+
 SAMPLES = 256  # of a step, tiny_cpu.yaml
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "reward_mean" in row]
+    return [row for row in read_lines(folder / METRICS_FILE)[0] if "reward_mean" in row]
 
 
 def mean(rows: list[dict[str, Any]], name: str) -> float:
