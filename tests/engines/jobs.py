@@ -80,21 +80,20 @@ def push_and_compare(rank: int, case: Case, folders: list[Any], address: Any, fi
     return out
 
 
-def update_in_flight(rank: int, case: Case, old: Any, new: Any, address: Any, first_version: int) -> Any:
-    """Push ``old``, start long sequences, push ``new`` while they run. On the rank that scores: log-probs of what was
-    sampled under the old weights, under the new ones, the samples' version spans and their own log-probs."""
+def update_in_flight(rank: int, case: Case, old: Any, new: Any, address: Any, first_version: int, wait: float) -> Any:
+    """Push ``old``, start long sequences, push ``new`` ``wait`` seconds later. On the rank that scores: log-probs of
+    what was sampled under the old weights, under the new ones, the samples' version spans and their own log-probs."""
     side = RemoteSide(address) if rank == 0 else None
     with actor_of(rank, case, old) as actor:
         sync = make_sync(actor, side)
         try:
             sync.push(first_version)
+            actor.load_hf(str(new))  # before the sequences start: a fast engine ends them while weights are read
             request = GenerateRequest(PROMPTS, list(range(len(PROMPTS))), 1.0, 1.0, LONG, [])
             running = None
             if side is not None:
                 running = side.start("generate", request=request)
-                time.sleep(0.2)  # some tokens
-                assert not running.done(), "the sequences are too short to be running still"
-            actor.load_hf(str(new))
+                time.sleep(wait)
             sync.push(first_version + 1)
             samples = samples_of(request, actor.ranks.broadcast(running.result() if running is not None else None))
             under_new = actor_logprobs(actor, samples)

@@ -48,18 +48,32 @@ def test_a_then_b_then_a(host: FleetHost, folders: Folders, case: Case, temperat
 
 def test_an_update_in_flight(host: FleetHost, folders: Folders) -> None:
     """Sequences that are running go on under the new weights: their first tokens are the old weights', the others the
-    new ones', and the versions of the sample say so."""
-    old, new, spans, logprobs = pool(2).run(
-        jobs.update_in_flight, Case(world=2, tp=2, ep=2, max_tokens=2048), folders.a, folders.b, host.address,
-        next_version(host))[0]
-    version = host.fleet.weight_version
-    assert all(span == (version - 1, version) for span in spans), spans
-    for a, b, sampled in zip(old, new, logprobs, strict=True):
-        fits_old, fits_new = np.abs(sampled - a) <= TOLERANCE, np.abs(sampled - b) <= TOLERANCE
-        switch = int(np.argmin(fits_old))
-        assert 0 < switch < len(sampled), "all tokens are of one version"
-        assert fits_old[:switch].all() and fits_new[switch:].all(), (switch, fits_old, fits_new)
-        assert fits_new[:switch].mean() < 0.1 and fits_old[switch:].mean() < 0.1, "the two weights can be told apart"
+    new ones', and the versions of the sample say so.
+
+    How fast an engine is depends on the machine, so the push comes sooner or later until it meets all sequences in
+    their midst. Whenever it came, each token is of the old or of the new weights, in this order."""
+    tried = []
+    for wait in (0.2, 0.05, 0.8, 0.01, 3.0):
+        old, new, spans, logprobs = pool(2).run(
+            jobs.update_in_flight, Case(world=2, tp=2, ep=2, max_tokens=2048), folders.a, folders.b, host.address,
+            next_version(host), wait)[0]
+        version = host.fleet.weight_version
+        switches = [switch_of(a, b, sampled) for a, b, sampled in zip(old, new, logprobs, strict=True)]
+        if all(0 < switch < len(sampled) for switch, sampled in zip(switches, logprobs, strict=True)):
+            assert spans == [(version - 1, version)] * len(spans)
+            return
+        tried.append((wait, switches, spans))
+    pytest.fail(f"no push came while all sequences were running: {tried}")
+
+
+def switch_of(old: np.ndarray, new: np.ndarray, sampled: np.ndarray) -> int:
+    """How many tokens were sampled under the old weights; all after them must be the new ones'."""
+    fits_old, fits_new = np.abs(sampled - old) <= TOLERANCE, np.abs(sampled - new) <= TOLERANCE
+    switch = len(sampled) if fits_old.all() else int(np.argmin(fits_old))
+    assert fits_new[switch:].all(), (switch, fits_old, fits_new)
+    assert fits_new[:switch].sum() <= 0.1 * switch, "the two weights can be told apart"
+    assert fits_old[switch:].sum() <= 0.1 * (len(sampled) - switch), "the two weights can be told apart"
+    return switch
 
 
 def test_a_flipped_byte_is_caught_and_the_push_repeated(host: FleetHost, folders: Folders) -> None:
