@@ -32,15 +32,14 @@ from luspo_megatron.kernels.head import (
     HeadGradient,
     HeadOptions,
     Workspace,
-    add_product,
     cache_budget,
     chunks,
     gather_rows,
-    product,
     real_rows,
     scatter_rows,
     take_rows,
 )
+from luspo_megatron.kernels.products import add_product, product
 from luspo_megatron.kernels.rows import RowGradients, Rows, merge, row_backend
 
 __all__ = ["HeadOptions", "token_logprobs"]

@@ -1,4 +1,4 @@
-"""What the loss stage knows of the language-model head: options, vocabulary chunks, matrix products, gradients.
+"""What the loss stage knows of the language-model head: options, vocabulary chunks, gradients.
 
 Everything here is the same for every backend; the arithmetic on rows of logits is theirs (torch_rows, triton_rows).
 """
@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
+
+from luspo_megatron.kernels.products import add_product, write_product
 
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """Used when `chunk_bytes` is 0. On CUDA each chunk reads and writes the float32 [R, h] sum of d hidden once, which wide
@@ -114,26 +116,6 @@ class Workspace:
         self._buffers.clear()
 
 
-def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"], dtype: torch.dtype,
-            out: Tensor | None = None) -> Float[Tensor, "n m"]:
-    """a @ b accumulated and returned in `dtype`, which is the inputs' or float32."""
-    if a.dtype == dtype:
-        return torch.mm(a, b, out=out) if out is not None else torch.mm(a, b)
-    if a.is_cuda:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a.to(dtype), b.to(dtype), out=out) if out is not None else torch.mm(a.to(dtype), b.to(dtype))
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, accumulated in the dtype of `total`."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # bfloat16 on the CPU: the product is rounded once, in return for the CPU's bfloat16 instructions
-        total.add_(a @ b)
-
-
 class HeadGradient:
     """Builds the head's gradient chunk by chunk, each row written once.
 
@@ -154,7 +136,7 @@ class HeadGradient:
         if self.main_grad is not None:
             add_product(chunk.of(self.main_grad), g.t(), x)
         elif self.grad is not None:
-            torch.mm(g.t(), x, out=chunk.of(self.grad))
+            write_product(chunk.of(self.grad), g.t(), x)
 
     def add_rows(self, rows: Tensor, values: Float[Tensor, "n h"]) -> None:
         """Adds values to local rows that may repeat, in a fixed order (no atomics)."""

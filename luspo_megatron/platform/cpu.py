@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -35,6 +36,9 @@ class CpuPlatform:
 
     def __init__(self) -> None:
         _patch_once()
+        # oneDNN keeps what it has built for the last 1024 shapes, half a megabyte each (kernels/products.py), and the
+        # number of response rows differs with every micro-batch.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
     def layer_spec(self, transformer_config: Any, transformer_engine: str) -> Any:
         from luspo_megatron.platform.modules import local_block_spec

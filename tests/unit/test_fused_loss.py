@@ -33,12 +33,17 @@ OPTIONS = {
 
 @pytest.mark.parametrize("options", sorted(OPTIONS))
 @pytest.mark.parametrize("settings", sorted(SETTINGS))
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 4e-7)], ids=["fp64", "fp32"])
-def test_loss_and_gradients(dtype: torch.dtype, tolerance: float, settings: str, options: str) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance", "routine"), [
+    (torch.float64, 1e-12, "torch"), (torch.float32, 4e-7, "torch"), (torch.float32, 4e-7, "onednn"),
+], ids=["fp64", "fp32", "fp32-onednn"])
+def test_loss_and_gradients(dtype: torch.dtype, tolerance: float, routine: str, settings: str, options: str,
+                            request: pytest.FixtureRequest) -> None:
+    calls = request.getfixturevalue("onednn") if routine == "onednn" else []
     inputs = make_inputs(dtype=dtype, **SETTINGS[settings])
     want = oracle(inputs)
     assert 0 < want.clipped < 4, "some sequences are clipped and some are not"
     got = fused(inputs.to(dtype), **OPTIONS[options])
+    assert (routine == "onednn") == bool(calls)
     assert got.clipped == want.clipped and got.logprobs.dtype == got.entropy.dtype == dtype
     found = errors(got, want, inputs.mask)
     assert found["logprobs"] <= tolerance and found["entropy"] <= tolerance, found
