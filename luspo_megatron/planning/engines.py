@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from luspo_megatron.config import Config
+from luspo_megatron.engine_layout import EngineLayout, engine_flags, engine_layout
 from luspo_megatron.errors import UserError
 from luspo_megatron.hand_over import hands_over
 from luspo_megatron.planning.memory import ITEM
 from luspo_megatron.planning.sizes import whole_model
-from luspo_megatron.rollout.engine_layout import EngineLayout, engine_layout
-from luspo_megatron.rollout.starter import engine_flags
 from luspo_megatron.rollout.supervisor import share_of
 from luspo_megatron.weights.table import WeightTable
 
@@ -75,7 +74,8 @@ def engine_memory(config: Config, table: WeightTable, gpu_bytes: int, engine_gpu
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine runs. ``node`` counts the allocation's nodes; ``ranks``: trainers on the same GPUs, if any."""
+    """Where an engine, or one node's part of it, runs. ``node`` counts the allocation's nodes; ``ranks``: trainers on
+    the same GPUs, if any."""
 
     engine: int
     node: int
@@ -85,14 +85,21 @@ class Place:
 
 def places(engine: EngineMemory, trainer_nodes: int, engine_nodes: int, gpus_per_node: int) -> list[Place]:
     """The map rank - GPU - engine worker, as `luspo engines` spreads engines over the trainers' or the last nodes."""
+    span, each = engine.layout.nodes, engine.layout.workers_per_node
     nodes = trainer_nodes if engine.colocated else engine_nodes
-    if engine.layout.nodes > 1 or engine.layout.workers > gpus_per_node:
-        raise UserError(f"rollout.engine_args: an engine of {engine.layout.workers} GPUs does not fit a node of "
-                        f"{gpus_per_node}, and engines over several nodes are not supervised; lower its parallel sizes")
+    if each > gpus_per_node:
+        raise UserError(f"rollout.engine_args: an engine of {engine.layout.workers} GPUs does not fit {span} "
+                        f"node{'s' if span > 1 else ''} of {gpus_per_node}; lower its parallel sizes, or give it more "
+                        "nodes (--nnodes)")
+    if engine.colocated:
+        nodes = min(nodes // span * span, engine.engines * span)
+    if nodes < span:
+        raise UserError(f"rollout.engine_args: an engine over {span} nodes, and there are {nodes} for it; take more "
+                        "nodes, or lower its parallel sizes and --nnodes")
     out = []
-    for node in range(min(nodes, engine.engines)):
-        for place, index in enumerate(share_of(engine.engines, node, min(nodes, engine.engines))):
-            gpus = (place * engine.layout.workers, (place + 1) * engine.layout.workers - 1)
+    for node in range(nodes):
+        for place, index in enumerate(share_of(engine.engines, node, nodes, span)):
+            gpus = (place * each, (place + 1) * each - 1)
             ranks = (node * gpus_per_node + gpus[0], node * gpus_per_node + gpus[1]) if engine.colocated else None
             out.append(Place(index, node if engine.colocated else trainer_nodes + node, gpus, ranks))
     return out

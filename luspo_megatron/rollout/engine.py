@@ -99,7 +99,8 @@ class EngineStart:
     """What a kind's start command is built from. ``verify``: read loaded weights back after a push; ``args``: flags of
     the engine itself, which win over ours; ``python``: the interpreter of the engine's environment; ``max_length``:
     tokens of the longest prompt and response together, 0: the engine's own limit; ``host``: address to listen on
-    and to be reached at, empty: loopback; ``sleeps``: it must be able to give its memory back."""
+    and to be reached at, empty: loopback; ``sleeps``: it must be able to give its memory back; ``rendezvous``: of an
+    engine over several nodes, "host:port" where its parts meet; ``part``: which of them this is, 0 is the server."""
 
     model: str
     dtype: str
@@ -116,6 +117,8 @@ class EngineStart:
     on_cpu: bool = True
     host: str = ""
     sleeps: bool = False
+    rendezvous: str = ""
+    part: int = 0
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Slot:
     client: RolloutEngine | None = None
     process: EngineProcess | None = None
     url: str = ""
+    rendezvous: str = ""  # where the parts of this start meet, for an engine over several nodes
     ready: bool = False
     weight_version: int = 0
     connected: int = -1
@@ -78,7 +79,8 @@ class EngineKeeper:
         self._registry = FleetRegistry(registry) if registry is not None else None
         self.counts: Counter[str] = Counter()  # retries, restarts
         self.slots = [Slot(first + index) for index in range(len(config.urls) or config.num_engines)]
-        self._token = os.environ.get(TOKEN_VARIABLE, "") if config.urls else secrets.token_urlsafe(24)
+        # Hexadecimal, since SGLang takes it as a value of a flag, which a dash at its beginning would end.
+        self._token = os.environ.get(TOKEN_VARIABLE, "") if config.urls else secrets.token_hex(24)
         self._starter = Starter(config, kind, model, dtype, folder, self._token, verify, max_length, host)
         self._options: dict[str, Any] = {"in_flight": True} if config.in_flight_updates else {}
         if config.routed_experts and routing is not None:
@@ -113,7 +115,9 @@ class EngineKeeper:
             before = slot.process.start if isinstance(slot.process, RemoteProcess) else ""
             slot.url, token = await self._registry.launch(slot.name, slot.index, deadline, before, started)
         else:
-            slot.url = await self._starter.launch(slot.name, slot.index - self._first, deadline, started)
+            slot.rendezvous = self._starter.rendezvous()
+            slot.url = await self._starter.launch(slot.name, slot.index - self._first, deadline, started,
+                                                  slot.rendezvous)
         slot.client = self.kind.connect(slot.url, token, self.config.request_timeout, **self._options)
         while True:
             try:

@@ -1,7 +1,8 @@
 """How supervisors (`luspo engines`) and a run find each other: small files in a folder that all their nodes see.
 
     node-<i>.json       written by supervisor i: a beat that counts up, and its engines (URL, token, pid, GPUs, state)
-    restart-<e>.json    written by the run: engine e is to be started again (it is silent, or holds weights of another)
+    restart-<e>.json    engine e is to be started again: written by the run (it is silent, or holds weights of another),
+                        or by a supervisor whose part of it has ended (then it says why)
     run.json            written by the run: a beat, so that a supervisor that is asked to end knows whether it is
                         needed, and whether engines that share the trainers' memory may take it (``room``)
 
@@ -36,7 +37,8 @@ RUN = "run.json"
 
 @dataclass(frozen=True)
 class EngineRecord:
-    """One engine as its supervisor knows it. ``start`` names this start of it; ``why``: of an engine that is lost."""
+    """One engine as its supervisor knows it. ``start`` names this start of it; ``why``: of an engine that is lost;
+    ``rendezvous``: where its parts on other nodes are to join it."""
 
     index: int
     start: str
@@ -47,6 +49,7 @@ class EngineRecord:
     gpus: str = ""
     log: str = ""
     why: str = ""
+    rendezvous: str = ""
 
 
 def make_folder(folder: Path) -> None:
@@ -68,6 +71,16 @@ def read_file(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+def engines_in(data: Any) -> list[EngineRecord]:
+    """Of a node's file."""
+    return [EngineRecord(**record) for record in data["engines"]]
+
+
+def ask_restart(folder: Path, record: EngineRecord, why: str = "") -> None:
+    """``why``: of a supervisor's wish; empty for the run's, which counts its wishes itself."""
+    write_file(folder / f"restart-{record.index}.json", {"start": record.start, "why": why})
 
 
 class Beats:
@@ -131,7 +144,7 @@ class FleetRegistry:
         for path in sorted(self.folder.glob("node-*.json")):
             data = read_file(path)
             if self._beats.alive(path.name, data and (data["id"], data["beat"])):
-                found |= {record["index"]: EngineRecord(**record) for record in data["engines"]}
+                found |= {record.index: record for record in engines_in(data)}
         return found
 
     def engine(self, index: int) -> EngineRecord | None:
@@ -141,7 +154,7 @@ class FleetRegistry:
     def ask_restart(self, record: EngineRecord) -> None:
         if not self.closed:
             with contextlib.suppress(OSError):
-                write_file(self.folder / f"restart-{record.index}.json", {"start": record.start})
+                ask_restart(self.folder, record)
 
     async def launch(self, name: str, index: int, deadline: float, before: str,
                      started: Callable[[RemoteProcess], None]) -> tuple[str, str]:

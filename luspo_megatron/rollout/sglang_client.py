@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from luspo_megatron.engine_layout import engine_layout
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.rollout.engine import (
     EngineInfo,
@@ -24,7 +25,6 @@ from luspo_megatron.rollout.engine import (
     GenerateRequest,
     Generation,
 )
-from luspo_megatron.rollout.engine_layout import engine_layout
 from luspo_megatron.rollout.http_engine import HttpEngine, spans_of, version_of
 from luspo_megatron.types import RoutedExperts
 from luspo_megatron.weights.manifest import EngineConnection
@@ -161,7 +161,9 @@ def _command(start: EngineStart) -> list[str]:
         flags += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-overlap-schedule",
                   "--mem-fraction-static", "0.8", "--max-total-tokens", "16384", "--max-running-requests", "64",
                   "--grammar-backend", "none", "--disable-cuda-graph"]
-    return [start.python, str(serve), "sglang", "--owned", "--port-file", start.port_file, "--", *flags, *start.args]
+    parts = ["--node-rank", str(start.part), "--dist-init-addr", start.rendezvous] if start.rendezvous else []
+    return [start.python, str(serve), "sglang", "--owned", "--port-file", start.port_file,
+            *(["--part"] if start.part else []), "--", *flags, *start.args, *parts]
 
 
 SGLANG_KIND = EngineKind("sglang", SglangClient, _command)

@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import glob
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -19,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from luspo_megatron.config import Config, RolloutConfig
+from luspo_megatron.engine_layout import EngineLayout, engine_flags, engine_layout
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.hand_over import hands_over
+from luspo_megatron.launch.local import free_port
 from luspo_megatron.rollout.engine import EngineKind, EngineStart
-from luspo_megatron.rollout.engine_layout import EngineLayout, engine_layout
 from luspo_megatron.rollout.processes import EngineProcess, OwnProcess, next_log_path
 
 POLL_SECONDS = 0.2
@@ -32,11 +32,6 @@ TOKEN_VARIABLE = "LUSPO_ENGINE_TOKEN"
 def on_cpu() -> bool:
     """True when engines run on the CPU: no GPU here, or LUSPO_PLATFORM=cpu."""
     return os.environ.get("LUSPO_PLATFORM") == "cpu" or not glob.glob("/dev/nvidia[0-9]*")
-
-
-def engine_flags(config: RolloutConfig) -> list[str]:
-    """rollout.engine_args as single words."""
-    return [word for words in config.engine_args for word in shlex.split(words)]
 
 
 def gpus_of(index: int, config: RolloutConfig, layout: EngineLayout) -> str | None:
@@ -74,13 +69,18 @@ class Starter:
     max_length: int = 0
     host: str = ""
 
-    def command(self, port_file: str) -> list[str]:
+    def rendezvous(self) -> str:
+        """Where the parts of an engine over several nodes meet, anew for each start; empty for an engine of one."""
+        spans = engine_layout(self.kind.name, engine_flags(self.config)).nodes > 1
+        return f"{self.host or '127.0.0.1'}:{free_port()}" if spans else ""
+
+    def command(self, port_file: str, rendezvous: str = "", part: int = 0) -> list[str]:
         config = self.config
         return self.kind.command(EngineStart(
             self.model, self.dtype, config.threads, config.batch_size, port_file, self.verify,
             args=tuple(engine_flags(config)), python=config.engine_python or sys.executable, max_length=self.max_length,
             temperature=config.temperature, top_p=config.top_p, routed_experts=config.routed_experts, on_cpu=on_cpu(),
-            host=self.host, sleeps=config.hand_over == "on"))
+            host=self.host, sleeps=config.hand_over == "on", rendezvous=rendezvous, part=part))
 
     def environment(self, index: int) -> dict[str, str]:
         env = {TOKEN_VARIABLE: self.token, "OMP_NUM_THREADS": str(self.config.threads)}
@@ -91,18 +91,25 @@ class Starter:
             env["CUDA_VISIBLE_DEVICES"] = gpus
         return env | dict(pair.split("=", 1) for pair in self.config.engine_env)
 
-    async def launch(self, name: str, index: int, deadline: float, started: Callable[[OwnProcess], None]) -> str:
+    async def launch(self, name: str, index: int, deadline: float, started: Callable[[OwnProcess], None],
+                     rendezvous: str = "") -> str:
         """Start the process and wait until it listens; its URL. ``started`` is told of the process at once, so that
         whoever ends us can end it. Raises RunError or UserError with the log's last lines."""
         with tempfile.TemporaryDirectory(prefix="luspo-engine-") as scratch:
             port_file = Path(scratch) / "url"
-            process = OwnProcess(name, self.command(str(port_file)), next_log_path(self.folder, name),
+            process = OwnProcess(name, self.command(str(port_file), rendezvous), next_log_path(self.folder, name),
                                  self.environment(index))
             started(process)
             while not port_file.exists():
                 check_start(self.config, name, process, deadline, "it does not listen yet")
                 await asyncio.sleep(POLL_SECONDS)
             return port_file.read_text().strip()
+
+    def launch_part(self, name: str, index: int, part: int, rendezvous: str) -> OwnProcess:
+        """Start the process of an engine's part that serves nobody: the server says when all parts are there."""
+        name = f"{name}-part-{part}"
+        return OwnProcess(name, self.command("-", rendezvous, part), next_log_path(self.folder, name),
+                          self.environment(index))
 
 
 def check_start(config: RolloutConfig, name: str, process: EngineProcess | None, deadline: float, last: str) -> None:

@@ -2,7 +2,8 @@
 
 Slurm starts one per engine node (launch/slurm.py); by hand it is started on each engine machine with the run's
 configuration, the same registry folder and --node I --nodes N, and the run is given rollout.registry. Supervisor I of N
-has the engines I * num_engines / N and on. An engine that dies is started again, a bounded number of times; one that
+has the engines I * num_engines / N and on; an engine over several nodes (--nnodes among rollout.engine_args) takes as
+many supervisors in a row (engine_parts.py). An engine that dies is started again, a bounded number of times; one that
 the run finds silent, or that holds another run's weights, is started again when the run asks for it. Engines that share
 the trainers' GPUs (rollout.hand_over) start only when the run has handed its memory over.
 
@@ -10,8 +11,6 @@ SIGTERM ends the engines and then the supervisor. A run that still uses them is 
 launch.stop_grace seconds, because Slurm's preemption signals everybody and the trainers then finish their step; a
 second signal ends them at once. When the supervisor is killed its engines end by themselves. Exit codes: 0 asked to
 end, 1 no engine is left, 2 bad input.
-
-Left out: engines that span several nodes.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ import time
 from pathlib import Path
 
 from luspo_megatron.config_tools import EnginesConfig
+from luspo_megatron.engine_layout import engine_flags, engine_layout
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.launch.allocation import address_of, default_registry
 from luspo_megatron.rollout.engine import load_engine_kind
-from luspo_megatron.rollout.engine_layout import engine_layout
 from luspo_megatron.rollout.keeper import EngineKeeper, Slot
 from luspo_megatron.rollout.registry import (
     BEAT_SECONDS,
@@ -44,21 +43,26 @@ from luspo_megatron.rollout.registry import (
     records_to_json,
     write_file,
 )
-from luspo_megatron.rollout.starter import engine_flags, gpus_of, with_hand_over
+from luspo_megatron.rollout.starter import gpus_of, with_hand_over
 
 log = logging.getLogger("engines")
 
 
-def share_of(num_engines: int, node: int, nodes: int) -> range:
-    """The engines of supervisor ``node`` of ``nodes``: the first supervisors have one more where it does not divide."""
+def share_of(num_engines: int, node: int, nodes: int, span: int = 1) -> range:
+    """The engines of supervisor ``node`` of ``nodes``, where an engine takes ``span`` nodes in a row: the first groups
+    of nodes have one more where it does not divide."""
     if not 0 <= node < nodes:
         raise UserError(f"--node {node}: take 0 to {nodes - 1} (--nodes {nodes})")
-    if num_engines < nodes:
+    if nodes % span:
+        raise UserError(f"rollout.engine_args: engines over {span} nodes each cannot share {nodes} engine nodes; take "
+                        f"a multiple of {span} (launch.engine_nodes)")
+    groups, group = nodes // span, node // span
+    if num_engines < groups:
         raise UserError(f"--rollout.num_engines {num_engines}: leaves some of {nodes} engine nodes without an engine; "
-                        f"take at least {nodes}, or fewer nodes (launch.engine_nodes)")
-    each, more = divmod(num_engines, nodes)
-    first = node * each + min(node, more)
-    return range(first, first + each + (node < more))
+                        f"take at least {groups}, or fewer nodes (launch.engine_nodes)")
+    each, more = divmod(num_engines, groups)
+    first = group * each + min(group, more)
+    return range(first, first + each + (group < more))
 
 
 def place_of(config: EnginesConfig) -> tuple[int, int]:
@@ -82,11 +86,9 @@ class Supervisor(EngineKeeper):
 
     def __init__(self, config: EnginesConfig) -> None:
         self.node, nodes = place_of(config)
-        mine = share_of(config.rollout.num_engines, self.node, nodes)
         layout = engine_layout(config.rollout.engine, engine_flags(config.rollout))
-        if layout.nodes > 1:
-            raise UserError(f"rollout.engine_args: an engine over {layout.nodes} nodes cannot be supervised; keep each "
-                            "engine within a node, or start it by hand and name it in rollout.urls")
+        mine = share_of(config.rollout.num_engines, self.node, nodes, layout.nodes)
+        self.part = self.node % layout.nodes
         local = dataclasses.replace(with_hand_over(config), num_engines=len(mine))
         super().__init__(local, load_engine_kind(config.rollout.engine), model=config.model.hf,
                          dtype=config.model.dtype, folder=Path(config.run.dir) / "logs",
@@ -125,8 +127,7 @@ class Supervisor(EngineKeeper):
             beating.cancel()
             await asyncio.gather(beating, return_exceptions=True)
             await self.close()
-            for slot in self.slots:
-                (self.registry_folder / f"restart-{slot.index}.json").unlink(missing_ok=True)
+            self._forget_wishes()
             if all(not slot.lost for slot in self.slots):
                 self._file.unlink(missing_ok=True)
 
@@ -180,30 +181,43 @@ class Supervisor(EngineKeeper):
     def _publish(self) -> None:
         self._beat += 1
         write_file(self._file, {"id": self._id, "beat": self._beat, "host": socket.gethostname(), "pid": os.getpid(),
-                                "engines": records_to_json([self._record(slot) for slot in self.slots])})
+                                "engines": records_to_json(self._records())})
 
     def _start_name(self, slot: Slot) -> str:
         return f"{self._id}.{slot.process.pid}" if slot.process is not None else ""
+
+    def _records(self) -> list[EngineRecord]:
+        return [self._record(slot) for slot in self.slots]
 
     def _record(self, slot: Slot) -> EngineRecord:
         process = slot.process
         state = "lost" if slot.lost else "serving" if slot.ready else "starting"
         return EngineRecord(slot.index, self._start_name(slot), state, slot.url, self._token,
                             process.pid if process else 0, self._gpus[slot.index - self._first],
-                            str(getattr(process, "log", "")), slot.lost)
+                            str(getattr(process, "log", "")), slot.lost, slot.rendezvous)
 
     async def _obey(self) -> None:
-        """End the engines that the run wants started again; their watchers start them."""
+        """End the engines that the run, or the supervisor of a part, wants started again; their watchers start them."""
         for slot in self.slots:
             path = self.registry_folder / f"restart-{slot.index}.json"
             wish = read_file(path)
             if wish is None:
                 continue
             path.unlink(missing_ok=True)
-            if slot.process is not None and slot.ready and wish["start"] == self._start_name(slot):
+            if slot.process is None or wish["start"] != self._start_name(slot):
+                continue
+            if wish["why"]:
+                log.warning("%s is ended: %s", slot.name, wish["why"])
+            elif slot.ready:
                 log.info("%s is ended because the run asks for a new one", slot.name)
                 slot.restarts -= 1  # the run counts these
-                await asyncio.to_thread(slot.process.stop)
+            else:
+                continue
+            await asyncio.to_thread(slot.process.stop)
+
+    def _forget_wishes(self) -> None:
+        for slot in self.slots:
+            (self.registry_folder / f"restart-{slot.index}.json").unlink(missing_ok=True)
 
     def _look_for_the_run(self) -> bool:
         """Whether it is there and has no need of the memory that engines share with it."""
@@ -235,7 +249,9 @@ def main(config: EnginesConfig) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     async def run() -> None:
-        supervisor = Supervisor(config)
+        from luspo_megatron.rollout.engine_parts import supervisor_of  # its supervisors are this module's, and more
+
+        supervisor = supervisor_of(config)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, supervisor.ask_to_end, number)
         log.info("engines %s of %d as node %d; registry %s; logs %s", [slot.index for slot in supervisor.slots],

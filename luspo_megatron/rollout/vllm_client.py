@@ -140,7 +140,12 @@ def _command(start: EngineStart) -> list[str]:
         _check_head_dim(start.model)
         # With prompts in chunks vLLM 0.32 turns the generator of a seed back, which a CPU's cannot: the engine ends.
         flags += ["--enforce-eager", "--max-num-seqs", "64", "--no-enable-chunked-prefill"]
-    return [start.python, str(serve), "vllm", "--owned", "--port-file", start.port_file, "--", *flags, *start.args]
+    parts = []
+    if start.rendezvous:
+        address, _, port = start.rendezvous.rpartition(":")
+        parts = ["--node-rank", str(start.part), "--master-addr", address, "--master-port", port]
+    return [start.python, str(serve), "vllm", "--owned", "--port-file", start.port_file,
+            *(["--part"] if start.part else []), "--", *flags, *start.args, *parts]
 
 
 VLLM_KIND = EngineKind("vllm", VllmClient, _command)

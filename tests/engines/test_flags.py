@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
+from luspo_megatron.engine_layout import SPELLINGS, SWITCHES, engine_layout
 from luspo_megatron.rollout.engine import EngineStart, load_engine_kind
-from luspo_megatron.rollout.engine_layout import SPELLINGS, SWITCHES, engine_layout
 from luspo_megatron.rollout.vllm_client import CPU_HEAD_DIMS
 from tests.engines.conftest import ROOT, python_of
 
@@ -27,8 +27,8 @@ found = [{k: v for k, v in vars(parser.parse_args(words)).items() if isinstance(
 print("\\n" + json.dumps([spellings, found]))
 """
 LARGE = {  # the flags of a large engine: (its own, what they make of it)
-    "vllm": (["--tensor-parallel-size", "8", "--data-parallel-size", "2", "--enable-expert-parallel", "--nnodes", "2",
-              "--gpu-memory-utilization", "0.85"], {"tp": 8, "dp": 2, "ep": 16, "nodes": 2, "workers": 16}),
+    "vllm": (["--tensor-parallel-size", "4", "--data-parallel-size", "2", "--enable-expert-parallel",
+              "--gpu-memory-utilization", "0.85"], {"tp": 4, "dp": 2, "ep": 8, "workers": 8}),
     "sglang": (["--tp-size", "16", "--ep-size", "16", "--dp-size", "4", "--enable-dp-attention", "--nnodes", "2",
                 "--mem-fraction-static", "0.85"], {"tp": 16, "dp": 4, "ep": 16, "nodes": 2, "workers": 16}),
 }
@@ -62,6 +62,23 @@ def test_head_dims_of_vllm_on_a_cpu() -> None:
     done = subprocess.run([python_of("vllm"), "-c", look], text=True, capture_output=True, timeout=250, check=True,
                           env={"PATH": "/usr/bin:/bin", "HOME": "/tmp"})
     assert tuple(map(int, done.stdout.split("sizes", 1)[1].split())) == CPU_HEAD_DIMS
+
+
+TWO_NODES = {
+    "vllm": ("--nnodes 2 -tp 16 --enable-expert-parallel", {"nnodes": 2, "node_rank": 1, "master_addr": "10.0.0.7",
+                                                            "master_port": 7001}),
+    "sglang": ("--nnodes 2 --tp 16 --ep 16", {"nnodes": 2, "node_rank": 1, "dist_init_addr": "10.0.0.7:7001"}),
+}
+
+
+@pytest.mark.timeout(300)
+def test_the_part_of_an_engine_over_two_nodes(engine: str) -> None:
+    """That it is started so, and joins its engine, is test_two_nodes.py's."""
+    flags, want = TWO_NODES[engine]
+    words = command(engine, on_cpu=False, args=tuple(flags.split()), rendezvous="10.0.0.7:7001", part=1)
+    _, [found] = ask(engine, [words])
+    assert {name: found[name] for name in want} == want
+    assert engine_layout(engine, flags.split()).workers_per_node == 8
 
 
 @pytest.mark.timeout(300)

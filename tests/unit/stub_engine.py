@@ -3,11 +3,15 @@
 A response is a function of (prompt, seed, version) only. Environment: STUB_DELAY seconds per request; STUB_FAIL names
 a file: while it exists, /generate answers 500; STUB_START_FAIL: end at once with this exit code; STUB_SLOW_START:
 seconds before it listens; STUB_DIE_AFTER: seconds that it serves.
+
+Run as `python -m stub_engine engines ...` this is `luspo engines`, to which --nnodes N in rollout.engine_args means
+something: the double then serves once the other parts have come to its rendezvous. A part stays whatever becomes of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -15,6 +19,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from luspo_megatron import engine_layout
 from luspo_megatron.rollout.engine import EngineKind, EngineStart
 from luspo_megatron.rollout.hf_client import HfClient
 from luspo_megatron.rollout.processes import be_owned
@@ -74,11 +79,41 @@ async def serve(port_file: Path) -> None:
     await asyncio.Event().wait()
 
 
+async def meet(rendezvous: str, others: int) -> None:
+    """Until so many other parts have come."""
+    host, _, port = rendezvous.rpartition(":")
+    come = asyncio.Semaphore(0)
+    server = await asyncio.start_server(lambda *_: come.release(), host, int(port))
+    for _ in range(others):
+        await come.acquire()
+    server.close()
+
+
+async def join(rendezvous: str) -> None:
+    host, _, port = rendezvous.rpartition(":")
+    while True:
+        with contextlib.suppress(OSError):
+            await asyncio.open_connection(host, int(port))
+            break
+        await asyncio.sleep(0.05)
+    print(f"joined at {rendezvous}", flush=True)
+    await asyncio.Event().wait()
+
+
 def command(start: EngineStart) -> list[str]:
-    return [sys.executable, __file__, start.port_file]
+    nodes = engine_layout.engine_layout("stub", start.args).nodes
+    return [sys.executable, __file__, start.port_file, start.rendezvous, str(start.part), str(nodes)]
 
 
 KIND = EngineKind("stub", HfClient, command)
+
+if __name__ == "__main__" and sys.argv[1] == "engines":
+    from luspo_megatron.cli import main
+
+    for engine in ("stub", "stub_engine:KIND"):
+        engine_layout.SPELLINGS[engine] = engine_layout.SPELLINGS["sglang"]
+        engine_layout.SWITCHES[engine] = ()
+    sys.exit(main(sys.argv[1:]))
 
 if __name__ == "__main__":
     be_owned()
@@ -86,4 +121,9 @@ if __name__ == "__main__":
         print("the stub was told not to start", flush=True)
         sys.exit(int(os.environ["STUB_START_FAIL"]))
     time.sleep(float(os.environ.get("STUB_SLOW_START", "0")))
+    address, part, number = sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    if part:
+        asyncio.run(join(address))
+    if address:
+        asyncio.run(meet(address, number - 1))
     asyncio.run(serve(Path(sys.argv[1])))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from luspo_megatron.config import LaunchConfig
+from luspo_megatron.config import Config, LaunchConfig, RolloutConfig
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.launch import allocation, environment, slurm
 from luspo_megatron.launch.allocation import Split, expand_nodes, split_nodes
@@ -39,6 +39,18 @@ def test_three_nodes_are_three() -> None:
 def test_engines_take_the_last_nodes() -> None:
     assert split_nodes([f"n{i}" for i in range(16)], 64, 8, 8) == Split(
         tuple(f"n{i}" for i in range(8)), tuple(f"n{i}" for i in range(8, 16)), 8)
+
+
+@pytest.mark.parametrize(("engines", "flags", "split", "want"), [
+    (2, "", Split(("n1", "n2", "n3"), (), 8), ("n1", "n2")),
+    (1, "", Split(("n1", "n2", "n3"), (), 8), ()),  # the run starts it beside rank 0
+    (1, "--tp 16 --nnodes 2", Split(("n1", "n2", "n3"), (), 8), ("n1", "n2")),
+    (8, "--tp 16 --nnodes 2", Split(("n1", "n2", "n3"), (), 8), ("n1", "n2")),  # the third node has no other to go with
+    (1, "--tp=16 --nnodes=2", Split(("n1",), ("e1", "e2"), 8), ("e1", "e2")),
+])
+def test_which_nodes_have_supervisors(engines: int, flags: str, split: Split, want: tuple[str, ...]) -> None:
+    config = Config(rollout=RolloutConfig(engine="sglang", num_engines=engines, engine_args=(flags,)))
+    assert slurm.engine_hosts(config, split) == want
 
 
 @pytest.mark.parametrize(("nodes", "world", "engines", "message"), [

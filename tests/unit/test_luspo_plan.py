@@ -117,6 +117,25 @@ def test_colocated_trainers_need_host_memory_for_what_they_lend() -> None:
     assert [place["ranks"] for place in found["places"]][:2] == [[0, 3], [4, 7]]
 
 
+def test_engines_over_two_nodes() -> None:
+    """Half of an engine's GPUs on each of two nodes in a row; its weights cut over all of them."""
+    recipe = str(EXAMPLES / "qwen3_moe/luspo-qwen3_235b_a22b-16n8g.yaml")
+    flags = (recipe, "--model.hf", str(QWEN235), "--json", "--rollout.engine_args", " --tp-size 16 --nnodes 2",
+             "--rollout.num_engines")
+    apart = json.loads(plan(*flags, "4")[1])
+    assert apart["violations"] == [] and apart["layout"]["nodes"] == 8
+    assert [(place["engine"], place["node"]) for place in apart["places"]] == [(i // 2, 8 + i) for i in range(8)]
+    assert apart["engine"]["weights"] == 2 * apart["model"]["parameters"] // 16
+    beside = json.loads(plan(*flags, "3", "--launch.engine_nodes", "0")[1])
+    assert [(place["engine"], place["node"]) for place in beside["places"]] == [(i // 2, i) for i in range(6)]
+    assert beside["places"][3]["gpus"] == [0, 7] and beside["places"][3]["ranks"] == [24, 31]
+    for number, nodes, message in (("1", "3", "engines over 2 nodes each cannot share 3 engine nodes"),
+                                   ("1", "1", "engines of 16 GPUs need 16, there are 8"),
+                                   ("1", "4", "take at least 2")):
+        code, out, err = plan(*flags, number, "--launch.engine_nodes", nodes)
+        assert code == 2 and message in out + err, (out[-300:], err)
+
+
 def test_engines_that_stay_in_memory_beside_the_trainers() -> None:
     """Without the hand-over both are counted in every moment, and nothing is lent to the host."""
     recipe = str(EXAMPLES / "qwen3_moe/luspo-qwen3_30b_a3b-4n8g.yaml")

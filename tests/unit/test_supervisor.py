@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 from stub_engine import KIND
+from stub_engine import __file__ as STUB
 
 from luspo_megatron.config import RolloutConfig
 from luspo_megatron.config_tools import EnginesConfig
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.rollout.engine import GenerateRequest
+from luspo_megatron.rollout.engine import GenerateRequest, load_engine_kind
 from luspo_megatron.rollout.fleet import Fleet
 from luspo_megatron.rollout.registry import BEAT_SECONDS, Beats
 from luspo_megatron.rollout.supervisor import place_of, share_of
@@ -30,7 +31,7 @@ REQUEST = GenerateRequest([[3, 4], [5]], [10, 11], 1.0, 1.0, 8, [1])
 class Node:
     """`luspo engines` as a process."""
 
-    def __init__(self, folder: Path, *flags: str, **environment: str) -> None:
+    def __init__(self, folder: Path, *flags: str, module: str = "luspo_megatron", **environment: str) -> None:
         self.registry = folder / "registry"
         model = folder / "model"
         model.mkdir(exist_ok=True)
@@ -39,7 +40,7 @@ class Node:
         self.output = folder / f"supervisor-{time.monotonic_ns()}.txt"
         with self.output.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "luspo_megatron", "engines", "--rollout.engine", "stub_engine:KIND",
+                [sys.executable, "-m", module, "engines", "--rollout.engine", "stub_engine:KIND",
                  "--model.hf", str(model), "--run.dir", str(folder / "run"), "--registry", str(self.registry),
                  "--rollout.start_timeout", "30", *flags],
                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
@@ -73,8 +74,8 @@ class Node:
 def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
     nodes: list[Node] = []
 
-    def make(*flags: str, **environment: str) -> Node:
-        nodes.append(Node(tmp_path, *flags, **environment))
+    def make(*flags: str, module: str = "luspo_megatron", **environment: str) -> Node:
+        nodes.append(Node(tmp_path, *flags, module=module, **environment))
         return nodes[-1]
 
     yield make
@@ -128,6 +129,14 @@ def test_the_engines_are_divided_over_the_nodes() -> None:
         share_of(2, 0, 3)
     with pytest.raises(UserError, match="--node 2: take 0 to 1"):
         share_of(4, 2, 2)
+
+
+def test_engines_over_several_nodes_take_nodes_in_a_row() -> None:
+    assert [list(share_of(3, node, 4, span=2)) for node in range(4)] == [[0, 1], [0, 1], [2], [2]]
+    with pytest.raises(UserError, match="engines over 2 nodes each cannot share 3 engine nodes"):
+        share_of(2, 0, 3, span=2)
+    with pytest.raises(UserError, match="leaves some of 4 engine nodes without an engine; take at least 2"):
+        share_of(1, 0, 4, span=2)
 
 
 def test_a_task_of_a_slurm_step_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,3 +306,74 @@ def test_an_engine_that_keeps_dying_is_given_up(start: Callable[..., Node]) -> N
         with_fleet(node.registry, body, engines=1)
     assert node.process.wait(60) == 1
     assert "no engine of this node is left" in node.said and "started again 3 times" in node.said
+
+
+# ---- engines over two nodes -----------------------------------------------------------------------------------------
+
+def parts_of(run: Path, engine: int) -> dict[str, str]:
+    """{log of a part: what it said}"""
+    logs = sorted((run / "logs").glob(f"engine-{engine}-part-*.log"), key=lambda path: path.stat().st_mtime_ns)
+    return {path.name: path.read_text() for path in logs}
+
+
+@pytest.mark.timeout(180)
+def test_an_engine_over_two_nodes_lives_and_dies_as_one(start: Callable[..., Node]) -> None:
+    flags = ("--rollout.num_engines", "2", "--rollout.engine_args", " --nnodes 2 --tp 2", "--nodes", "2")
+    second = start(*flags, "--node", "1", module="stub_engine")
+    second.until(lambda: "part 1 of each engine; part 0 is node 0's" in second.said)
+    first = start(*flags, "--node", "0", module="stub_engine")
+    run = first.registry.parent / "run"
+
+    def ends_of_parts() -> list[int]:
+        """Process ids of the parts that run, by engine."""
+        found = []
+        for pid in Path("/proc").glob("[0-9]*"):
+            words = (pid / "cmdline").read_bytes().split(b"\0") if (pid / "cmdline").exists() else []
+            if str(STUB).encode() in words and words[-3:-1] == [b"1", b"2"] and is_running(int(pid.name)):
+                found.append((words[-4], int(pid.name)))
+        order = [engine["rendezvous"].encode() for engine in first.record()["engines"]]
+        return [dict(found)[place] for place in order]
+
+    async def body(fleet: Fleet) -> None:
+        assert len(await fleet.generate(REQUEST)) == 2
+        before = {log: said for engine in (0, 1) for log, said in parts_of(run, engine).items()}
+        assert sorted(before) == ["engine-0-part-1.log", "engine-1-part-1.log"]
+        assert all("joined at" in said for said in before.values())
+        engines, parts = first.wait_serving(2), ends_of_parts()
+        assert second.record(1)["engines"] == [], "engines are known once"
+
+        os.kill(parts[0], signal.SIGKILL)  # a part dies: the whole engine is started again, and the other one stays
+        await until(lambda: fleet.slots[0].ready and fleet.slots[0].process.pid != engines[0]["pid"])  # type: ignore[union-attr]
+        assert "engine-0 is ended: part 1 of it, on node 1" in first.said and "SIGKILL" in first.said
+        assert len(parts_of(run, 0)) == 2 and len(parts_of(run, 1)) == 1
+        assert gone([engines[0]["pid"]], 0.0) and fleet.slots[1].process.pid == engines[1]["pid"]  # type: ignore[union-attr]
+
+        os.kill(engines[1]["pid"], signal.SIGKILL)  # the server dies: its part, which would stay for ever, is ended
+        await until(lambda: fleet.slots[1].ready and fleet.slots[1].process.pid != engines[1]["pid"])  # type: ignore[union-attr]
+        assert gone([parts[1]], 0.0) and len(parts_of(run, 1)) == 2
+        assert len(await fleet.generate(REQUEST)) == 2 and len(ends_of_parts()) == 2
+
+    with_fleet(first.registry, body)
+    last = ends_of_parts()
+    first.process.terminate()
+    assert first.process.wait(20) == 0, first.said
+    second.until(lambda: gone(last, 0.0))  # without part 0 they are of no use; their supervisor waits for another start
+    second.process.terminate()
+    assert second.process.wait(20) == 0, second.said
+    assert not list(first.registry.glob("*.json"))
+
+
+@pytest.mark.timeout(60)
+def test_parts_of_an_engine_that_is_lost_end_too(start: Callable[..., Node]) -> None:
+    flags = ("--rollout.num_engines", "1", "--rollout.engine_args", " --nnodes 2 --tp 2", "--nodes", "2")
+    second = start(*flags, "--node", "1", module="stub_engine")
+    first = start(*flags, "--node", "0", module="stub_engine", STUB_START_FAIL="3")
+    assert first.process.wait(30) == 1 and second.process.wait(40) == 1
+    assert "no engine of this node is left" in second.said and "engine-0 could not start" in second.said
+    assert "Traceback" not in second.said
+
+
+def test_a_run_alone_starts_no_engine_over_two_nodes(tmp_path: Path) -> None:
+    config = RolloutConfig(engine="vllm", engine_args=["--nnodes 2", "-tp 16"])
+    with pytest.raises(UserError, match="an engine over 2 nodes is started by supervisors"):
+        Fleet(config, load_engine_kind("vllm"), model="none", dtype="bfloat16", folder=tmp_path)

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+PART_MODULES = MODULES | {"vllm": "luspo_megatron.rollout.inside_engine.vllm_part"}
 PACKAGE = Path(__file__).resolve().parents[2]
 GRACE = 4.0  # seconds from asking the server to end to killing it; less than the owner's patience with us
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
@@ -96,16 +97,16 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
 
 
-def wait_for_end(server: subprocess.Popen[bytes], stop: threading.Event, port_file: Path, host: str, port: int,
+def wait_for_end(server: subprocess.Popen[bytes], stop: threading.Event, port_file: Path | None, host: str, port: int,
                  url: str) -> int:
-    """Until the server ends or ``stop`` is set; the exit code for us."""
+    """Until the server ends or ``stop`` is set; the exit code for us. ``port_file`` None: nobody is to know the URL."""
     published = False
     while not stop.is_set():
         code = server.poll()
         if code is not None:
             print(f"the engine ended with {code}", flush=True)
             return code if code > 0 else 1
-        if not published and answers(host, port):
+        if port_file is not None and not published and answers(host, port):
             publish(port_file, url)
             published = True
         stop.wait(0.2)
@@ -119,6 +120,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Start an engine server as an owned process.")
     parser.add_argument("engine", choices=sorted(MODULES))
     parser.add_argument("--port-file", type=Path, required=True, help="where the URL is written once it listens")
+    parser.add_argument("--part", action="store_true", help="of an engine whose server is on another node")
     parser.add_argument("--owned", action="store_true", help="end when standard input closes, not on signals")
     words = sys.argv[1:] if argv is None else argv
     ours = words.index("--") if "--" in words else len(words)
@@ -145,12 +147,14 @@ def main(argv: list[str] | None = None) -> int:
         token = os.environ.get("LUSPO_ENGINE_TOKEN", "")
         make_overlay(folder, args.engine, token)
         config = ["--config", str(folder / "token.yaml")] if (folder / "token.yaml").exists() else []
-        command = [sys.executable, "-m", MODULES[args.engine], *config, "--host", host, "--port", str(port), *flags]
+        module = (PART_MODULES if args.part else MODULES)[args.engine]
+        command = [sys.executable, "-m", module, *config, "--host", host, "--port", str(port), *flags]
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment(folder, args.engine, flags),
                                   preexec_fn=die_with_parent)  # noqa: PLW1509 - we have no locks at this point
         everywhere = host in ("0.0.0.0", "::")
         url = f"http://{socket.gethostname() if everywhere else host}:{port}"
-        code = wait_for_end(server, stop, args.port_file, "127.0.0.1" if everywhere else host, port, url)
+        code = wait_for_end(server, stop, None if args.part else args.port_file, "127.0.0.1" if everywhere else host,
+                            port, url)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if args.owned:  # we lead a session of our own: take what the server has left behind with us

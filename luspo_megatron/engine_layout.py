@@ -5,9 +5,11 @@ The weight groups count every process that holds weights. Left out: reading flag
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from luspo_megatron.config import RolloutConfig
 from luspo_megatron.errors import UserError
 
 # The spellings that the engines' own parsers take (tests compare), by what they set.
@@ -45,6 +47,11 @@ class EngineLayout:
         return self.workers // self.nodes
 
 
+def engine_flags(config: RolloutConfig) -> list[str]:
+    """rollout.engine_args as single words."""
+    return [word for words in config.engine_args for word in shlex.split(words)]
+
+
 def _size(flags: Sequence[str], names: tuple[str, ...]) -> int:
     found = 1
     for index, word in enumerate(flags):
@@ -67,6 +74,9 @@ def engine_layout(engine: str, flags: Sequence[str]) -> EngineLayout:
     tp, pp, dp, nodes = sizes["tp"], sizes["pp"], sizes["dp"], sizes["nodes"]
     if engine == "vllm":
         ep, workers = (tp * dp if switch else 1), tp * pp * dp
+        if nodes > 1 and dp > 1:
+            raise UserError(f"rollout.engine_args: vLLM with {dp} data-parallel replicas over {nodes} nodes is not "
+                            "started here; raise rollout.num_engines instead")
     else:
         ep, workers = sizes["ep"], tp * pp
         if dp > 1 and not switch:
