@@ -2,8 +2,8 @@
 
 With and without sequence parallelism, packed sequences with an empty one, temperature, KL, entropy; the padding of the
 vocabulary fills the last of 4 shards wholly and part of the one before. Also what travels: 16 bytes a token between
-forward and backward (float32). test_layouts.py does the same through a model. Not covered: context parallelism, which
-the project does not have yet.
+forward and backward (float32). test_layouts.py does the same through a model. Context parallelism does not exist yet;
+what it will need of the loss stage is shown: rows of a sequence that lie on several ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.loss_jobs import HeadCase, loss_of_shards
+from tests.distributed.loss_jobs import HeadCase, divided, loss_of_divided_tokens, loss_of_shards
 from tests.loss_inputs import Outcome, make_inputs, oracle, relative_error
 from tests.workers import pool
 
@@ -48,6 +48,28 @@ def test_vocabulary_shards(tp: int, problems: dict[str, tuple[object, Outcome]])
             check(case, tp, ranks, want, problems[case.dtype][0].mask)  # type: ignore[attr-defined]
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_sequences_divided_over_two_ranks(tp: int, problems: dict[str, tuple[object, Outcome]]) -> None:
+    """As context parallelism will divide them; the objective takes the log-probs of all ranks."""
+    parts = [divided(LENGTHS, part, 2) for part in range(2)]
+    assert sorted(parts[0] + parts[1]) == list(range(sum(LENGTHS))) and min(map(len, parts)) > 6
+    exact = {dtype: made for dtype, (made, _) in problems.items() if dtype != "bfloat16"}
+    results = pool(2 * tp).run(loss_of_divided_tokens, 2, exact)
+    for dtype in exact:
+        want, mask = problems[dtype][1], problems[dtype][0].mask  # type: ignore[attr-defined]
+        ranks = [result[dtype] for result in results]
+        for rank in ranks:
+            assert relative_error(torch.tensor(rank["loss"]), want.loss, 1e-3) <= TOLERANCE[dtype]
+            for name in ("logprobs", "entropy"):
+                found = torch.from_numpy(rank[name])[mask]
+                assert relative_error(found, getattr(want, name)[mask], 1.0) <= min(TOLERANCE[dtype], 4e-7), name
+        hidden = sum(torch.from_numpy(rank["grad_hidden"]) for rank in ranks[::tp])
+        weight = torch.cat([torch.from_numpy(ranks[shard]["grad_weight"] + ranks[tp + shard]["grad_weight"])
+                            for shard in range(tp)])
+        assert relative_error(hidden, want.grad_hidden, 1e-2) <= TOLERANCE[dtype]
+        assert relative_error(weight, want.grad_weight, 1e-2) <= TOLERANCE[dtype]
 
 
 def check(case: HeadCase, tp: int, ranks: list[dict[str, object]], want: Outcome, mask: torch.Tensor) -> None:
