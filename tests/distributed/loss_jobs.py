@@ -87,7 +87,7 @@ def divided(lengths: tuple[int, ...], part: int, parts: int) -> list[int]:
 
 def loss_of_divided_tokens(rank: int, cp: int, problems: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Each of ``cp`` ranks has tokens of its own, and the others of the world a shard of the vocabulary: loss,
-    log-probs and entropy [T], d hidden [T, h] with 0 at other ranks' tokens, d weight of this rank's rows and tokens."""
+    log-probs and entropy [T], d hidden [T, h] with 0 at other ranks' tokens, d weight of its rows and tokens."""
     import torch
     import torch.distributed as dist
     from torch import Tensor
