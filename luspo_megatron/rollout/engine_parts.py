@@ -68,6 +68,9 @@ class PartSupervisor(Supervisor):
                 return
             await asyncio.sleep(LOOK_SECONDS)
         self._starts[slot.index] = head.start
+        if head.state == "serving":  # with a part of a supervisor before us, which has ended
+            self._ask_restart(head, f"part {self.part} of it has another supervisor now")
+            return await self._bring_up(slot)
         slot.process = self._starter.launch_part(slot.name, slot.index - self._first, self.part, head.rendezvous)
         await self._set_ready(slot, True)
         log.info("part %d of %s joins it at %s", self.part, slot.name, head.rendezvous)
@@ -85,10 +88,13 @@ class PartSupervisor(Supervisor):
             else:
                 end = slot.process.describe_end()
                 log.warning("%s", end)
-                with contextlib.suppress(OSError):
-                    ask_restart(self.registry_folder, head, f"part {self.part} of it, on node {self.node}: {end}")
+                self._ask_restart(head, f"part {self.part} of it, on node {self.node}: {end}")
             await self._retire(slot)
             await self._bring_up(slot)
+
+    def _ask_restart(self, head: EngineRecord, why: str) -> None:
+        with contextlib.suppress(OSError):
+            ask_restart(self.registry_folder, head, why)
 
 
 def supervisor_of(config: EnginesConfig) -> Supervisor:

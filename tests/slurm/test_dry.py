@@ -85,6 +85,15 @@ def test_a_recipe(cluster: Cluster, examples: Path, recipe: str, engine: str, tm
     assert engine in job.said
 
 
+def test_an_engine_over_two_nodes(cluster: Cluster, examples: Path, tmp_path: Path) -> None:
+    job = submit(cluster, examples, "qwen3_moe/luspo-qwen3_30b_a3b-4n8g-disaggregated", tmp_path,
+                 "--rollout.num_engines", "1", "--rollout.engine_args", " --tp-size 16 --nnodes 2")
+    assert job.wait() == "COMPLETED", job.said
+    nodes = expand_nodes(job.field("NodeList"))
+    assert re.findall(r"engine 0: node (\d), GPUs 0-7", job.said) == ["2", "3"]
+    assert sorted(re.findall(r"dry run: engines on (n\d+)", job.said)) == sorted(nodes[2:])
+
+
 def test_an_allocation_of_another_size_is_refused_with_the_mend(cluster: Cluster, examples: Path,
                                                                tmp_path: Path) -> None:
     job = submit(cluster, examples, "qwen3_moe/luspo-qwen3_30b_a3b-4n8g", tmp_path, options=("--nodes=3",))

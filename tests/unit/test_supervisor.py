@@ -351,9 +351,21 @@ def test_an_engine_over_two_nodes_lives_and_dies_as_one(start: Callable[..., Nod
         os.kill(engines[1]["pid"], signal.SIGKILL)  # the server dies: its part, which would stay for ever, is ended
         await until(lambda: fleet.slots[1].ready and fleet.slots[1].process.pid != engines[1]["pid"])  # type: ignore[union-attr]
         assert gone([parts[1]], 0.0) and len(parts_of(run, 1)) == 2
-        assert len(await fleet.generate(REQUEST)) == 2 and len(ends_of_parts()) == 2
+        assert len(await fleet.generate(REQUEST)) == 2
+        parts, pids = ends_of_parts(), [slot.process.pid for slot in fleet.slots]  # type: ignore[union-attr]
 
+        second.process.kill()  # a supervisor dies with its parts: another one can take its place
+        assert gone(parts)
+        again = start(*flags, "--node", "1", module="stub_engine")
+        await until(lambda: [slot.ready and slot.process.pid in pids for slot in fleet.slots] == [False] * 2)  # type: ignore[union-attr]
+        await until(lambda: all(slot.ready for slot in fleet.slots))
+        assert first.said.count("part 1 of it has another supervisor now") == 2
+        assert len(await fleet.generate(REQUEST)) == 2
+        seconds.append(again)
+
+    seconds = [second]
     with_fleet(first.registry, body)
+    second = seconds[-1]
     last = ends_of_parts()
     first.process.terminate()
     assert first.process.wait(20) == 0, first.said
