@@ -31,11 +31,12 @@ class Fleet(EngineKeeper):
 
     def __init__(self, *args: Any, on_stale: Callable[[], None] | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        span = engine_layout(self.kind.name, engine_flags(self.config)).nodes
-        if span > 1 and self._registry is None and not self.config.urls:
-            raise UserError(f"rollout.engine_args: an engine over {span} nodes is started by supervisors: use the "
-                            "Slurm scripts with as many nodes for engines, or `luspo engines` on each node and "
-                            "rollout.registry (docs/engines.md)")
+        if self._registry is None and not self.config.urls:
+            span = engine_layout(self.kind.name, engine_flags(self.config)).nodes
+            if span > 1:
+                raise UserError(f"rollout.engine_args: an engine over {span} nodes is started by supervisors: use the "
+                                "Slurm scripts with as many nodes for engines, or `luspo engines` on each node and "
+                                "rollout.registry (docs/engines.md)")
         self.weight_version = 0
         self.generation = -1
         self._late: set[asyncio.Task[None]] = set()  # calls of a push that has failed elsewhere
