@@ -26,6 +26,7 @@ STEPS = 7
 SIGNALS = {"USR1": "scancel --signal=USR1 --batch $SLURM_JOB_ID", "TERM": "scancel --signal=TERM $SLURM_JOB_ID"}
 PHASES = [(1, "rollout"), (2, "reward"), (3, "old_logprobs"), (4, "train"), (5, "sync"), (6, "save")]
 EVALUATION = {"USR1": 2, "TERM": STEPS}  # one in mid-run, and the one at the end
+SLOW = {"E2E_REWARD_SECONDS": "0.05"}  # so that what is to meet a run meets it on a fast machine too
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1200)]
 
 
@@ -84,7 +85,7 @@ def test_a_request_to_stop_in_every_phase_and_the_requeued_run_equals_the_straig
 
 
 def test_preemption_saves_and_goes_on(cluster: Cluster, project: Project, straight: Path, tmp_path: Path) -> None:
-    job = submit(cluster, project, tmp_path, options=("--nodelist=n1,n2",))
+    job = submit(cluster, project, tmp_path, options=("--nodelist=n1,n2",), **SLOW)
     job.until(lambda: sum("reward_mean" in row for row in rows(tmp_path / "run")) >= 1)
     other = tmp_path / "other.sh"
     other.write_text("#!/bin/sh\nsleep 2\n")
@@ -97,7 +98,7 @@ def test_preemption_saves_and_goes_on(cluster: Cluster, project: Project, straig
 
 
 def test_scancel_saves_and_does_not_requeue(cluster: Cluster, project: Project, tmp_path: Path) -> None:
-    job = submit(cluster, project, tmp_path)
+    job = submit(cluster, project, tmp_path, **SLOW)
     job.until(lambda: sum("reward_mean" in row for row in rows(tmp_path / "run")) >= 1)
     cluster.slurm("scancel", job.number)
     assert job.wait() == "CANCELLED", job.said
@@ -189,7 +190,7 @@ FOUR_NODES = ("--nodes=4", "--no-kill")
 
 
 def test_a_run_outlives_an_engine_node(cluster: Cluster, project: Project, straight: Path, tmp_path: Path) -> None:
-    job = submit(cluster, project, tmp_path, *ENGINE_NODES, options=FOUR_NODES)
+    job = submit(cluster, project, tmp_path, *ENGINE_NODES, options=FOUR_NODES, **SLOW)
     run = tmp_path / "run"
     job.until(lambda: sum("reward_mean" in row for row in rows(run)) >= 1)
     node, _ = supervisor_of(run, 1)
@@ -214,7 +215,7 @@ def test_too_few_engines_end_the_job_with_the_reason(cluster: Cluster, project: 
 
 def test_an_engine_that_dies_is_started_again(cluster: Cluster, project: Project, straight: Path,
                                               tmp_path: Path) -> None:
-    job = submit(cluster, project, tmp_path, "--launch.engine_nodes", "1", options=("--nodes=3", "--no-kill"))
+    job = submit(cluster, project, tmp_path, "--launch.engine_nodes", "1", options=("--nodes=3", "--no-kill"), **SLOW)
     run = tmp_path / "run"
     job.until(lambda: sum("reward_mean" in row for row in rows(run)) >= 1)
     _, pid = supervisor_of(run, 0)
