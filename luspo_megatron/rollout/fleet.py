@@ -278,7 +278,8 @@ class Fleet(EngineKeeper):
 
         if not slots:
             return
-        tasks = {asyncio.create_task(one(slot)): slot for slot in slots}
+        # With the process that takes part: the keeper may soon have another one in a dead one's place.
+        tasks = {asyncio.create_task(one(slot)): (slot, slot.process) for slot in slots}
         try:
             done, late = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
@@ -287,13 +288,13 @@ class Fleet(EngineKeeper):
             raise
         self._late |= late
         for task in done:
-            slot, error = tasks[task], task.exception()
-            if isinstance(error, EngineFailure) and slot.process is not None:
+            (slot, process), error = tasks[task], task.exception()
+            if isinstance(error, EngineFailure) and process is not None:
                 for _ in range(20):  # a connection breaks a moment before the end of its process can be seen
-                    if slot.process.returncode is not None:
+                    if process.returncode is not None:
                         break
                     await asyncio.sleep(0.05)
-                raise RunError(f"{slot.name}: {error}\n{slot.process.describe_end()}") from error
+                raise RunError(f"{slot.name}: {error}\n{process.describe_end()}") from error
             if error is not None:
                 raise error
 
