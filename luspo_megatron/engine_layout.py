@@ -46,6 +46,10 @@ class EngineLayout:
     def workers_per_node(self) -> int:
         return self.workers // self.nodes
 
+    def spread(self, engines: int, nodes: int) -> int:
+        """How many of ``nodes`` trainers' nodes such engines share: whole groups of `nodes` nodes, and no idle one."""
+        return min(engines * self.nodes, nodes // self.nodes * self.nodes)
+
 
 def engine_flags(config: RolloutConfig) -> list[str]:
     """rollout.engine_args as single words."""
@@ -88,3 +92,8 @@ def engine_layout(engine: str, flags: Sequence[str]) -> EngineLayout:
     if workers % nodes:
         raise UserError(f"rollout.engine_args: {workers} engine processes do not divide over {nodes} nodes")
     return EngineLayout(tp, pp, dp, ep, nodes, workers)
+
+
+def layout_of(config: RolloutConfig) -> EngineLayout:
+    """Of the engines that a recipe asks for. Raises UserError as `engine_layout` does."""
+    return engine_layout(config.engine, engine_flags(config))

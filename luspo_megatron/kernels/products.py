@@ -32,13 +32,15 @@ def _by_onednn(a: Tensor, b: Tensor) -> bool:
             and a.shape[0] * a.shape[1] * b.shape[1] >= LARGE and onednn_is_faster())
 
 
-def _onednn(a: Tensor, b: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(rows, a[rows] @ b). oneDNN's results lie in new memory: taken a few rows at a time they are small and of few
-    sizes, where chunks of a size of their own in each micro-batch would tear the heap to pieces. Copies `a` where it is
-    not contiguous; `b` may have any strides."""
-    for start in range(0, a.shape[0], ROWS):
-        rows = slice(start, start + ROWS)
-        yield rows, torch.ops.mkldnn._linear_pointwise(a[rows], b.t(), None, "none", [], "")
+def _onednn(place: Tensor, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Parts of `place`, each with a @ b of it. oneDNN's results lie in new memory: taken a few rows at a time they are
+    small and of few sizes, where chunks of a size of their own in each micro-batch would tear the heap to pieces. It
+    copies a left operand that is not contiguous: for a transposed chunk of logits (b.T @ a.T).T copies the hidden rows
+    instead."""
+    if not a.is_contiguous():
+        place, a, b = place.t(), b.t(), a.t()
+    for part, rows in zip(place.split(ROWS), a.split(ROWS), strict=True):
+        yield part, torch.ops.mkldnn._linear_pointwise(rows, b.t(), None, "none", [], "")
 
 
 def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"], dtype: torch.dtype,
@@ -53,14 +55,11 @@ def product(a: Float[Tensor, "n k"], b: Float[Tensor, "k m"], dtype: torch.dtype
 
 def write_product(place: Tensor, a: Tensor, b: Tensor) -> None:
     """place = a @ b, all of one dtype."""
-    if not _by_onednn(a, b):
+    if _by_onednn(a, b):
+        for part, values in _onednn(place, a, b):
+            part.copy_(values)
+    else:
         torch.mm(a, b, out=place)
-    elif a.is_contiguous():
-        for rows, part in _onednn(a, b):
-            place[rows] = part
-    else:  # a transposed chunk of logits: (b.T @ a.T).T copies the hidden rows `b` instead
-        for rows, part in _onednn(b.t(), a.t()):
-            place[:, rows] = part.t()
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -70,11 +69,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
             torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
         else:  # bfloat16: the product is rounded once, in return for the CPU's bfloat16 instructions
             total.add_(a @ b)
-    elif not _by_onednn(a, b):
-        total.addmm_(a, b)
-    elif a.is_contiguous():
-        for rows, part in _onednn(a, b):
-            total[rows] += part
+    elif _by_onednn(a, b):
+        for part, values in _onednn(total, a, b):
+            part.add_(values)
     else:
-        for rows, part in _onednn(b.t(), a.t()):
-            total[:, rows] += part.t()
+        total.addmm_(a, b)

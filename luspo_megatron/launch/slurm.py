@@ -37,7 +37,7 @@ from typing import IO, Any
 
 from luspo_megatron.config import LaunchConfig
 from luspo_megatron.config_io import save_config
-from luspo_megatron.engine_layout import engine_flags, engine_layout
+from luspo_megatron.engine_layout import layout_of
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.launch import allocation, dry
 from luspo_megatron.launch.local import free_port, log_path, tail
@@ -95,10 +95,9 @@ def engine_hosts(config: Any, split: allocation.Split) -> tuple[str, ...]:
         return ()
     if split.engines:
         return split.engines
-    span = engine_layout(rollout.engine, engine_flags(rollout)).nodes
-    nodes = min(rollout.num_engines * span, len(split.trainers) // span * span)
-    spread = len(split.trainers) > 1 and rollout.num_engines * span > 1 and not rollout.registry
-    return split.trainers[:nodes] if spread else ()
+    layout = layout_of(rollout)
+    spread = len(split.trainers) > 1 and rollout.num_engines * layout.nodes > 1 and not rollout.registry
+    return split.trainers[:layout.spread(rollout.num_engines, len(split.trainers))] if spread else ()
 
 
 def start_number(folder: Path, world_size: int) -> int:

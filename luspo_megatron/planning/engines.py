@@ -92,7 +92,7 @@ def places(engine: EngineMemory, trainer_nodes: int, engine_nodes: int, gpus_per
                         f"node{'s' if span > 1 else ''} of {gpus_per_node}; lower its parallel sizes, or give it more "
                         "nodes (--nnodes)")
     if engine.colocated:
-        nodes = min(nodes // span * span, engine.engines * span)
+        nodes = engine.layout.spread(engine.engines, nodes)
     if nodes < span:
         raise UserError(f"rollout.engine_args: an engine over {span} nodes, and there are {nodes} for it; take more "
                         "nodes, or lower its parallel sizes and --nnodes")

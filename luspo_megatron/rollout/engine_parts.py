@@ -9,11 +9,10 @@ one too many is decided for the whole engine by part 0's supervisor.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 
 from luspo_megatron.config_tools import EnginesConfig
-from luspo_megatron.engine_layout import engine_flags, engine_layout
+from luspo_megatron.engine_layout import layout_of
 from luspo_megatron.rollout.keeper import Slot
 from luspo_megatron.rollout.processes import OwnProcess
 from luspo_megatron.rollout.registry import (
@@ -69,7 +68,7 @@ class PartSupervisor(Supervisor):
             await asyncio.sleep(LOOK_SECONDS)
         self._starts[slot.index] = head.start
         if head.state == "serving":  # with a part of a supervisor before us, which has ended
-            self._ask_restart(head, f"part {self.part} of it has another supervisor now")
+            ask_restart(self.registry_folder, head, f"part {self.part} of it has another supervisor now")
             return await self._bring_up(slot)
         slot.process = self._starter.launch_part(slot.name, slot.index - self._first, self.part, head.rendezvous)
         await self._set_ready(slot, True)
@@ -88,16 +87,12 @@ class PartSupervisor(Supervisor):
             else:
                 end = slot.process.describe_end()
                 log.warning("%s", end)
-                self._ask_restart(head, f"part {self.part} of it, on node {self.node}: {end}")
+                ask_restart(self.registry_folder, head, f"part {self.part} of it, on node {self.node}: {end}")
             await self._retire(slot)
             await self._bring_up(slot)
-
-    def _ask_restart(self, head: EngineRecord, why: str) -> None:
-        with contextlib.suppress(OSError):
-            ask_restart(self.registry_folder, head, why)
 
 
 def supervisor_of(config: EnginesConfig) -> Supervisor:
     """Of this node's engines, or of its parts of engines. Raises UserError for settings that cannot be."""
-    span = engine_layout(config.rollout.engine, engine_flags(config.rollout)).nodes
-    return PartSupervisor(config) if place_of(config)[0] % span else Supervisor(config)
+    part = place_of(config)[0] % layout_of(config.rollout).nodes
+    return PartSupervisor(config) if part else Supervisor(config)

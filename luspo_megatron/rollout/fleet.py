@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from luspo_megatron.engine_layout import engine_flags, engine_layout
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.rollout.engine import EngineFailure, GenerateRequest, Generation, RolloutEngine
 from luspo_megatron.rollout.keeper import EngineKeeper, Slot
@@ -32,7 +31,7 @@ class Fleet(EngineKeeper):
     def __init__(self, *args: Any, on_stale: Callable[[], None] | None = None, **settings: Any) -> None:
         super().__init__(*args, **settings)
         if self._registry is None and not self.config.urls:
-            span = engine_layout(self.kind.name, engine_flags(self.config)).nodes
+            span = self._starter.layout.nodes
             if span > 1:
                 raise UserError(f"rollout.engine_args: an engine over {span} nodes is started by supervisors: use the "
                                 "Slurm scripts with as many nodes for engines, or `luspo engines` on each node and "

@@ -1,16 +1,20 @@
-"""What the clients of engine servers share: one HTTP session, the token, and the kinds of failure. Imports no torch."""
+"""What the clients of engine servers share: one HTTP session, the token, the kinds of failure, and the command line.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from luspo_megatron.errors import RunError, UserError
-from luspo_megatron.rollout.engine import EngineFailure
+from luspo_megatron.rollout.engine import EngineFailure, EngineStart
 
 
 class HttpEngine:
@@ -74,3 +78,11 @@ def spans_of(spans: Any, current: int) -> tuple[int, int]:
     """(first, last) weight version of a response's ``weight_versions``; ``current`` where the server gives none."""
     versions = [version_of(span["version"] if isinstance(span, dict) else span[0]) for span in spans or []]
     return (versions[0], versions[-1]) if versions else (current, current)
+
+
+def serve_command(engine: str, start: EngineStart, flags: Sequence[str], last: Sequence[str]) -> list[str]:
+    """inside_engine/serve.py with the engine's flags: ours, then the person's, which win, then those that nobody may
+    overrule."""
+    serve = Path(__file__).parent / "inside_engine/serve.py"
+    return [start.python, str(serve), engine, "--owned", "--port-file", start.port_file,
+            *(["--part"] if start.part else []), "--", *flags, *start.args, *last]

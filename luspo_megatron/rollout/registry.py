@@ -80,7 +80,8 @@ def engines_in(data: Any) -> list[EngineRecord]:
 
 def ask_restart(folder: Path, record: EngineRecord, why: str = "") -> None:
     """``why``: of a supervisor's wish; empty for the run's, which counts its wishes itself."""
-    write_file(folder / f"restart-{record.index}.json", {"start": record.start, "why": why})
+    with contextlib.suppress(OSError):
+        write_file(folder / f"restart-{record.index}.json", {"start": record.start, "why": why})
 
 
 class Beats:
@@ -153,8 +154,7 @@ class FleetRegistry:
 
     def ask_restart(self, record: EngineRecord) -> None:
         if not self.closed:
-            with contextlib.suppress(OSError):
-                ask_restart(self.folder, record)
+            ask_restart(self.folder, record)
 
     async def launch(self, name: str, index: int, deadline: float, before: str,
                      started: Callable[[RemoteProcess], None]) -> tuple[str, str]:

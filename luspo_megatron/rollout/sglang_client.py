@@ -11,7 +11,6 @@ import asyncio
 import base64
 import contextlib
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from luspo_megatron.rollout.engine import (
     GenerateRequest,
     Generation,
 )
-from luspo_megatron.rollout.http_engine import HttpEngine, spans_of, version_of
+from luspo_megatron.rollout.http_engine import HttpEngine, serve_command, spans_of, version_of
 from luspo_megatron.types import RoutedExperts
 from luspo_megatron.weights.manifest import EngineConnection
 
@@ -144,7 +143,6 @@ class SglangClient(HttpEngine):
 
 
 def _command(start: EngineStart) -> list[str]:
-    serve = Path(__file__).parent / "inside_engine/serve.py"
     flags = ["--model-path", start.model, "--served-model-name", "actor", "--dtype", start.dtype,
              # Without it SGLang ignores the seeds of requests.
              "--enable-deterministic-inference", "--sampling-backend", "pytorch",
@@ -162,8 +160,7 @@ def _command(start: EngineStart) -> list[str]:
                   "--mem-fraction-static", "0.8", "--max-total-tokens", "16384", "--max-running-requests", "64",
                   "--grammar-backend", "none", "--disable-cuda-graph"]
     parts = ["--node-rank", str(start.part), "--dist-init-addr", start.rendezvous] if start.rendezvous else []
-    return [start.python, str(serve), "sglang", "--owned", "--port-file", start.port_file,
-            *(["--part"] if start.part else []), "--", *flags, *start.args, *parts]
+    return serve_command("sglang", start, flags, parts)
 
 
 SGLANG_KIND = EngineKind("sglang", SglangClient, _command)

@@ -69,10 +69,13 @@ class Starter:
     max_length: int = 0
     host: str = ""
 
+    @property
+    def layout(self) -> EngineLayout:
+        return engine_layout(self.kind.name, engine_flags(self.config))
+
     def rendezvous(self) -> str:
         """Where the parts of an engine over several nodes meet, anew for each start; empty for an engine of one."""
-        spans = engine_layout(self.kind.name, engine_flags(self.config)).nodes > 1
-        return f"{self.host or '127.0.0.1'}:{free_port()}" if spans else ""
+        return f"{self.host or '127.0.0.1'}:{free_port()}" if self.layout.nodes > 1 else ""
 
     def command(self, port_file: str, rendezvous: str = "", part: int = 0) -> list[str]:
         config = self.config
@@ -86,7 +89,7 @@ class Starter:
         env = {TOKEN_VARIABLE: self.token, "OMP_NUM_THREADS": str(self.config.threads)}
         if on_cpu():
             env["LUSPO_PLATFORM"] = "cpu"
-        gpus = gpus_of(index, self.config, engine_layout(self.kind.name, engine_flags(self.config)))
+        gpus = gpus_of(index, self.config, self.layout)
         if gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = gpus
         return env | dict(pair.split("=", 1) for pair in self.config.engine_env)

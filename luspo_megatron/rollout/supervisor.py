@@ -27,7 +27,7 @@ import time
 from pathlib import Path
 
 from luspo_megatron.config_tools import EnginesConfig
-from luspo_megatron.engine_layout import engine_flags, engine_layout
+from luspo_megatron.engine_layout import layout_of
 from luspo_megatron.errors import RunError, UserError
 from luspo_megatron.launch.allocation import address_of, default_registry
 from luspo_megatron.rollout.engine import load_engine_kind
@@ -86,7 +86,7 @@ class Supervisor(EngineKeeper):
 
     def __init__(self, config: EnginesConfig) -> None:
         self.node, nodes = place_of(config)
-        layout = engine_layout(config.rollout.engine, engine_flags(config.rollout))
+        layout = layout_of(config.rollout)
         mine = share_of(config.rollout.num_engines, self.node, nodes, layout.nodes)
         self.part = self.node % layout.nodes
         local = dataclasses.replace(with_hand_over(config), num_engines=len(mine))

@@ -24,7 +24,7 @@ from luspo_megatron.rollout.engine import (
     GenerateRequest,
     Generation,
 )
-from luspo_megatron.rollout.http_engine import HttpEngine, spans_of, version_of
+from luspo_megatron.rollout.http_engine import HttpEngine, serve_command, spans_of, version_of
 from luspo_megatron.types import RoutedExperts
 from luspo_megatron.weights.manifest import EngineConnection
 
@@ -124,7 +124,6 @@ def _command(start: EngineStart) -> list[str]:
         raise UserError(f"rollout.engine=vllm with top_p {start.top_p:g} and temperature {start.temperature:g}: vLLM "
                         "gives log-probs either before the temperature or after top_p, neither is the policy's; take "
                         "top_p 1 or temperature 1, or rollout.engine=sglang")
-    serve = Path(__file__).parent / "inside_engine/serve.py"
     flags = ["--model", start.model, "--served-model-name", "actor", "--dtype", start.dtype,
              "--seed", "0", "--logprobs-mode", "raw_logprobs" if start.top_p < 1 else "processed_logprobs",
              "--worker-extension-cls", f"{PLUGIN}.vllm_plugin.WorkerExtension",
@@ -144,8 +143,7 @@ def _command(start: EngineStart) -> list[str]:
     if start.rendezvous:
         address, _, port = start.rendezvous.rpartition(":")
         parts = ["--node-rank", str(start.part), "--master-addr", address, "--master-port", port]
-    return [start.python, str(serve), "vllm", "--owned", "--port-file", start.port_file,
-            *(["--part"] if start.part else []), "--", *flags, *start.args, *parts]
+    return serve_command("vllm", start, flags, parts)
 
 
 VLLM_KIND = EngineKind("vllm", VllmClient, _command)
