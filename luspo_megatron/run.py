@@ -26,10 +26,13 @@ from luspo_megatron.config import (
 from luspo_megatron.config_checks import model_facts, resolve_layout
 from luspo_megatron.config_io import load_config, save_config
 from luspo_megatron.errors import RunError, UserError
+from luspo_megatron.folder_lock import alone_in
 from luspo_megatron.launch import dry, environment, local, slurm, stop
 from luspo_megatron.launch.end import end
 from luspo_megatron.report.records import set_aside
 from luspo_megatron.rollout.flag_check import check_engine_flags
+
+LOCK_PATIENCE = 5.0  # seconds that the last start in a run folder gets to end
 
 
 def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable[[Any], None],
@@ -37,11 +40,12 @@ def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable
     """Runs `run(config)` on every rank; returns the exit code of the command.
 
     `check(config)` comes first, in this process: whatever it refuses leaves the run folder as it is. The ranks read
-    the configuration from a file outside the run folder; they save it there when they have found it good.
+    the configuration from a file outside the run folder; they save it there when they have found it good. A second
+    start in the same run folder is kept out until the first has ended.
     """
     if local.under_launcher():
         environment.adopt()
-        return guarded(run, config)
+        return guarded(run if os.environ["RANK"] != "0" else _alone(run, run_dir), config)
     settings = getattr(config, "launch", LaunchConfig())
     by_slurm = slurm.wanted(settings)
     if dry.wanted():
@@ -51,11 +55,20 @@ def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable
     else:
         check(config)
     if by_slurm:
-        return slurm.launch(module, config, world_size, run_dir, settings)
-    with tempfile.TemporaryDirectory(prefix="luspo-") as folder:
+        with alone_in(run_dir, slurm.REQUEUE_WAIT):  # a job that Slurm has taken back may still be ending
+            return slurm.launch(module, config, world_size, run_dir, settings)
+    with alone_in(run_dir, LOCK_PATIENCE), tempfile.TemporaryDirectory(prefix="luspo-") as folder:
         path = Path(folder) / "config.yaml"
         save_config(config, path)
         return local.launch(module, str(path), world_size, run_dir)
+
+
+def _alone(run: Callable[[Any], None], run_dir: str) -> Callable[[Any], None]:
+    """What rank 0 does under a launcher that is not ours: nobody else can keep a second start out."""
+    def work(config: Any) -> None:
+        with alone_in(run_dir, LOCK_PATIENCE):
+            run(config)
+    return work
 
 
 def rank_main(config_class: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> NoReturn:

@@ -24,6 +24,9 @@ GPU_MEMORY="${GPU_MEMORY:-80}"
 export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 RUN_ARGS=(--run.dir "$RUN_DIR")
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then  # sbatch --array=0-3: one seed, and one folder, per task
+    RUN_ARGS=(--run.dir "$RUN_DIR/seed-$SLURM_ARRAY_TASK_ID" --run.seed "$SLURM_ARRAY_TASK_ID")
+fi
 MODEL_ARGS=(--model.hf "$MODEL")
 DATA_ARGS=(--data.prompts "$DATA/dapo-math-17k.jsonl" --data.eval-prompts "$DATA/aime24.jsonl")
 case "$ENGINE" in

@@ -9,16 +9,15 @@ keeps a second conversion out.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
 from luspo_megatron.convert.tensors import CheckpointError, sync_folder, write_durably
 from luspo_megatron.errors import UserError
+from luspo_megatron.folder_lock import take_lock
 
 MANIFEST = "conversion.json"
 LOCK_PATIENCE = 5.0  # seconds
@@ -57,21 +56,11 @@ class Workspace:
     def _take_lock(self) -> int:
         """Workers inherit the lock, so a killed conversion holds it until the last of them has died, which takes a
         moment."""
-        fd = os.open(self.work / "lock", os.O_RDWR | os.O_CREAT)
-        until = time.monotonic() + LOCK_PATIENCE
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    os.close(fd)
-                    raise UserError(f"{self.partial}: another conversion is writing to it; wait for it, or choose "
-                                    "another --out") from None
-                time.sleep(0.1)
-                continue
-            except OSError:
-                pass  # a file system without locks
-            return fd
+        fd = take_lock(self.work / "lock", LOCK_PATIENCE)
+        if fd is None:
+            raise UserError(f"{self.partial}: another conversion is writing to it; wait for it, or choose "
+                            "another --out")
+        return fd
 
     def _check_plan(self, plan: dict[str, Any]) -> None:
         path = self.work / "plan.json"

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from luspo_megatron.config import Config
+from luspo_megatron.config_io import load_config
 from luspo_megatron.launch.allocation import expand_nodes
 from tests.slurm.conftest import ROOT, Cluster, Job
 
@@ -115,10 +117,13 @@ def test_three_nodes_of_a_list_with_a_gap(cluster: Cluster, examples: Path, tmp_
 
 
 def test_an_array_of_seeds(cluster: Cluster, examples: Path, tmp_path: Path) -> None:
-    """An array's first task sees the commands of all tasks; each finds the recipe."""
-    job = submit(cluster, examples, "qwen3_moe/luspo-qwen3_30b_a3b-1n8g", tmp_path, "--run.seed", "7",
-                 options=("--array=0-1",))
+    """An array's first task sees the commands of all tasks; each finds the recipe, its seed and its folder."""
+    job = submit(cluster, examples, "qwen3_moe/luspo-qwen3_30b_a3b-1n8g", tmp_path, options=("--array=3-4",))
     job.until(lambda: job.said.count("have found each other") == 2, 120)
+    for seed in (3, 4):
+        folder = tmp_path / f"a run/seed-{seed}"
+        config = load_config(Config, ["--config", str(folder / "logs/config.yaml")])
+        assert config.run.seed == seed and config.run.dir == str(folder)
 
 
 def test_a_flag_that_does_not_exist_ends_the_job_at_once(cluster: Cluster, examples: Path, tmp_path: Path) -> None:
