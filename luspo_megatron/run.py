@@ -45,7 +45,9 @@ def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable
     """
     if local.under_launcher():
         environment.adopt()
-        return guarded(run if os.environ["RANK"] != "0" else _alone(run, run_dir), config)
+        if os.environ["RANK"] == "0":  # under a launcher that is not ours nobody else keeps a second start out
+            run = alone_in(run_dir, LOCK_PATIENCE)(run)
+        return guarded(run, config)
     settings = getattr(config, "launch", LaunchConfig())
     by_slurm = slurm.wanted(settings)
     if dry.wanted():
@@ -61,14 +63,6 @@ def start(module: str, config: Any, run_dir: str, world_size: int, run: Callable
         path = Path(folder) / "config.yaml"
         save_config(config, path)
         return local.launch(module, str(path), world_size, run_dir)
-
-
-def _alone(run: Callable[[Any], None], run_dir: str) -> Callable[[Any], None]:
-    """What rank 0 does under a launcher that is not ours: nobody else can keep a second start out."""
-    def work(config: Any) -> None:
-        with alone_in(run_dir, LOCK_PATIENCE):
-            run(config)
-    return work
 
 
 def rank_main(config_class: type, run: Callable[[Any], None], argv: Sequence[str] | None = None) -> NoReturn:
